@@ -15,7 +15,7 @@ from adjoint.core.plan import Call, Plan, select
 from adjoint.ops import cases
 
 ENOUGH = 2**14
-"""Elements of a case that are enough for several tiles: of those with no more the largest is taken."""
+"""A number of elements that is enough for several tiles. Of the cases with no more elements, the largest is taken."""
 
 CPU = torch.device("cpu")
 
@@ -31,13 +31,13 @@ class Example:
     elements: int
 
     def inputs(self, device: torch.device) -> tuple[Inputs, torch.Generator]:
-        """Its inputs, and what draws the upstream gradients."""
+        """The inputs, and the generator that draws the upstream gradients."""
         source = torch.Generator().manual_seed(0)
         return self.case.make(self.dtype, device, source), source
 
 
 def compare(plan: Plan) -> bool:
-    """Computes the known answer that is nearest to a plan's problem; False where there is none.
+    """Computes the known answer that is nearest to a plan's problem, and compares; False if there is none.
 
     Raises:
         WrongResult: an output is not within the guarantee.
@@ -108,7 +108,7 @@ def _example(plan: Plan, subject: Subject, case: Case, dtype: torch.dtype) -> Ex
 
 
 def _nearness(plan: Plan, example: Example) -> tuple[Any, ...]:
-    """Greater for a case that is nearer: first by whether it launches the same kernels as they are compiled."""
+    """A key that is greater for a nearer case. First it says whether the case launches the same compiled kernels."""
     ours, theirs = plan.problem, example.plan.problem
     kernels, own = ({launch.variant for launch in p.launches} for p in (plan, example.plan))
     same = (ours.dtypes == theirs.dtypes, ours.options == theirs.options, ours.layout == theirs.layout)
@@ -120,7 +120,7 @@ def _nearness(plan: Plan, example: Example) -> tuple[Any, ...]:
 # ------------------------------------------------------------------------------------------------ both answers
 
 Computed = tuple[dict[str, Tensor], tuple[Tensor, ...], Inputs]
-"""Results by name, the exact ones, and what the reference took."""
+"""The results by name, the exact results, and the arguments of the reference."""
 
 
 def _forward(example: Example, inputs: Inputs, source: torch.Generator) -> Computed:
@@ -133,7 +133,7 @@ def _forward(example: Example, inputs: Inputs, source: torch.Generator) -> Compu
 
 
 def _backward(example: Example, inputs: Inputs, source: torch.Generator) -> Computed | None:
-    """None for an operator that writes over its arguments: it has no outputs to look at."""
+    """The results of the backward; None for an operator that writes over its arguments and so has no outputs."""
     subject, call = example.subject, example.subject.bind(inputs)
     assert call.adjoint_arguments is not None
     with torch.no_grad():
@@ -150,7 +150,7 @@ def _backward(example: Example, inputs: Inputs, source: torch.Generator) -> Comp
 
 
 def _outputs_of(call: Call, plan: Plan) -> tuple[Tensor, ...]:
-    """All outputs of the forward, by the plan of the same name where it has one."""
+    """All outputs of the forward, from the plan with the same name if it has one."""
     problem = call.operator.describe(*call.arguments)
     try:
         forward = select(call.operator, problem, f"plan={plan.name}")
@@ -160,5 +160,5 @@ def _outputs_of(call: Call, plan: Plan) -> tuple[Tensor, ...]:
 
 
 def _as_reference_takes(inputs: Inputs) -> Inputs:
-    """On the CPU, whose results share nothing with the device's, floating ones in float64."""
+    """The inputs on the CPU, whose results are independent of the device's, with floating ones in float64."""
     return widened(each(torch.Tensor.cpu, inputs))

@@ -50,7 +50,7 @@ class Entry:
 
     @property
     def what(self) -> str:
-        """The promises, those of outputs that are alike in one."""
+        """The promises in words. Outputs with the same promises share one statement."""
         named: dict[str, list[str]] = {}
         for output, promise in self.promises:
             named.setdefault(promise, []).append(output)
@@ -58,7 +58,7 @@ class Entry:
 
 
 def entries(ops: Sequence[str] = ()) -> list[Entry]:
-    """The matrix of the named ops, or of all, in the order of the package, forward before backward, plans best first.
+    """The matrix of the named ops, or of all: in the order of the package, forward before backward, best plans first.
 
     Raises:
         ArgumentError: there is no op of that name.
@@ -84,7 +84,7 @@ Directions = tuple[tuple[Operator, Problem], ...]
 
 
 def _facts(ops: Sequence[str]) -> Iterator[tuple[str, str, Candidate, str, str, Promises]]:
-    """Every plan of an op that serves a case of some dtype somewhere, with its promises there; some more than once."""
+    """Every plan of an op that serves a case in some dtype and place, with its promises there, some repeatedly."""
     modes: dict[str, list[Subject]] = {}
     for subject in (subject for module in cases() for subject in module.SUBJECTS):
         modes.setdefault(path_of(subject).partition("[")[0], []).append(subject)
@@ -108,7 +108,7 @@ def _facts(ops: Sequence[str]) -> Iterator[tuple[str, str, Candidate, str, str, 
 
 
 def _calls(subject: Subject) -> Iterator[tuple[torch.dtype, list[Directions]]]:
-    """The problems of a subject's cases by dtype, in both directions; those of heavy cases where a plan needs them."""
+    """The problems of a subject's cases by dtype, in both directions. Heavy cases are included if a plan needs them."""
     for dtype in subject.dtypes:
         light, heavy = ([case for case in subject.cases if case.heavy == kind] for kind in (False, True))
         calls = [_problems(subject, case, dtype) for case in light]
@@ -128,7 +128,7 @@ def _problems(subject: Subject, case: Case, dtype: torch.dtype) -> Directions:
 
 
 def _at(problems: list[Problem], place: str) -> Iterator[Problem]:
-    """The problems as they are posed in a place."""
+    """The problems as a place poses them."""
     if place == "cpu":
         return iter(problems)
     return (problem._replace(device=torch.device(TARGETS[place][0]), target=place) for problem in problems)

@@ -29,11 +29,13 @@ def times(
     plot: Path | None = None,
     as_data: bool = False,
 ) -> tuple[bool, dict[str, Any]]:
-    """Times and prints; saves where a folder is given. Whether every result was right, and all of it as data.
+    """Times workloads, prints the times, and saves them if there is a folder.
+
+    Returns whether every result was right, and everything as data.
 
     Args:
-        console: where it prints what it leaves out, how far it is, and a table, unless the caller prints the data.
-        as_data: whether the caller does.
+        console: the console for omissions, progress and, unless the caller prints the data, a table.
+        as_data: whether the caller prints the data.
     """
     selected = run.select(ops, rows)
     run.check_peers(peers)
@@ -47,7 +49,7 @@ def times(
     command = " ".join(["adjoint bench", *ops, *options])
 
     def progress(result: run.Result) -> None:
-        """One line a workload, so that a long run shows where it is; what it saves survives an interruption."""
+        """Prints a line for each workload of a long run, and saves its rows, which survive an interruption."""
         last = result.rows[-1].workload
         own = ", ".join(
             f"{row.direction} {_outcome(row)}"
@@ -73,7 +75,7 @@ def times(
 
 
 def _outcome(row: run.Row) -> str:
-    """The time of a row, or in its place what became of it, and why."""
+    """The time of a row; if it has none, its status and the reason."""
     if row.microseconds is not None:
         return f"{row.microseconds:.1f} µs"
     return f"{row.status}: {row.note}" if row.note else row.status
@@ -88,13 +90,16 @@ def accuracy(
     peers: Sequence[str] | None = None,
     folder: Path | None = None,
 ) -> bool:
-    """Measures errors and prints them by family; saves where a folder is given. Whether every promise was kept."""
+    """Measures errors, prints them by family, and saves them if there is a folder.
+
+    Returns whether every promise was kept.
+    """
     selected = errors.workloads_of(ops, rows)
     options = [f"--rows '{text}'" for text in rows] + [f"--peer {label}" for label in peers or ()]
     command = " ".join(["adjoint bench", *ops, "--errors", *options, *["--save"] * (folder is not None)])
 
     def progress(entries: list[errors.Row]) -> None:
-        """What is saved survives an interruption."""
+        """Saves the rows so far, which survive an interruption."""
         console.print(Text(f"{entries[-1].workload}: measured", style="dim"), soft_wrap=True)
         if folder is not None:
             errors.save(entries, command, device, folder)
@@ -111,7 +116,8 @@ def accuracy(
 
 
 def overhead(console: Console, device: torch.device, as_data: bool = False) -> list[dict[str, Any]]:
-    """Prints host costs, unless the caller does, as data: on the CPU always, on a GPU too when that is the device."""
+    """Measures host costs, on the CPU and, if the device is a GPU, there too. Prints them unless `as_data`, and returns
+    them as data."""
     rows = host.overhead(torch.device("cpu"))
     if device.type == "cuda":
         rows += host.overhead(device)
@@ -128,7 +134,7 @@ def readme(console: Console, paths: Sequence[Path], folder: Path) -> None:
 
 
 def pictures(console: Console, path: Path, folder: Path) -> None:
-    """Draws the saved results of a GPU beside peers: speed into a file, and errors into one beside it."""
+    """Draws the saved results of a GPU beside peers: the speed into one file, and the errors into another beside it."""
     draw("speed", results.saved(folder), path)
     beside = path.with_name(f"{path.stem}-errors{path.suffix}")
     draw("errors", results.saved(folder), beside)

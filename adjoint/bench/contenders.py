@@ -21,15 +21,15 @@ from adjoint.core.plan import plan
 from adjoint.core.preference import resolve
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "forward + backward"
-"""Directions. A step goes through autograd, for every contender: what it keeps in between is its own affair."""
+"""The directions. A step goes through autograd for every contender, which decides itself what to keep in between."""
 
 KEPT_BYTES = 2**33
-"""The most memory that exact results of one task take while its contenders are compared with them."""
+"""The most memory for the exact results of one task while its contenders are compared with them."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One direction of a workload on its inputs; `upstream` holds a gradient per output."""
+    """One direction of a workload on its inputs. `upstream` has a gradient for each output."""
 
     workload: Workload
     direction: str
@@ -43,7 +43,7 @@ class Task:
 
     @property
     def arguments(self) -> Inputs:
-        """What the reference of this direction takes."""
+        """The arguments of this direction's reference."""
         return self.inputs if self.direction == FORWARD else (*self.upstream, *self.inputs)
 
     def reference(self, *arguments: Tensor | None) -> tuple[Tensor, ...]:
@@ -51,7 +51,7 @@ class Task:
         return as_tuple((subject.reference if self.direction == FORWARD else subject.reference_backward)(*arguments))
 
     def exact(self, piece: int, arguments: Inputs) -> tuple[Tensor, ...]:
-        """What the reference gives for a piece of the arguments; kept, for all contenders, while memory allows."""
+        """The reference's results for a piece of the arguments. They are kept for all contenders if memory allows."""
         if piece in self._exact:
             return self._exact[piece]
         results = self.reference(*arguments)
@@ -65,13 +65,14 @@ class Contender:
     """Work ready to be timed.
 
     Attributes:
-        run: does the work and returns the public outputs, or a gradient per floating input.
-        restore: puts back what `run` overwrites.
-        outputs: where `run` writes, when that is memory of ours: poisoned before the check.
-        guarantee: what the results promise, in their order; None where nothing is promised.
-        kept: the bytes its forward keeps for its backward beside the inputs; None where no autograd function does.
-        choices: what its forward chose among equal values, for `Workload.chosen`.
-        sku: of our plans, those of both directions for a step.
+        run: does the work and returns the public outputs, or a gradient for each floating input.
+        restore: restores the tensors that `run` overwrites.
+        outputs: the memory that `run` writes to, if it is ours. It is poisoned before the check.
+        guarantee: the promises of the results, in their order; None if nothing is promised.
+        kept: gives the bytes that its forward keeps for its backward beside the inputs; None if it has no autograd
+            function.
+        choices: the choices of its forward among equal values, for `Workload.chosen`.
+        sku: the SKU of our plan; for a step, those of both directions.
     """
 
     run: Callable[[], tuple[Tensor, ...]]
@@ -87,11 +88,11 @@ Builder = Callable[[Task], Contender]
 
 
 class NotInstalled(Exception):
-    """A peer that is not there; the sentence says how to get it."""
+    """A peer that is not installed; the sentence says how to install it."""
 
 
 class NeedsGpu(Exception):
-    """A peer that does not run on the device at hand."""
+    """A peer that does not run on this device."""
 
 
 def as_tuple(value: Any) -> tuple[Tensor, ...]:
@@ -99,7 +100,7 @@ def as_tuple(value: Any) -> tuple[Tensor, ...]:
 
 
 def _floating(function: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:
-    """What a call returns, but its choices, which are integers."""
+    """The results of a call without its choices, which are integers."""
     return tuple(x for x in as_tuple(function(*arguments)) if x.is_floating_point())
 
 
@@ -109,7 +110,7 @@ def _without_graph(function: Callable[..., Any], *arguments: Any) -> tuple[Tenso
 
 
 def kept_bytes(function: Callable[..., Any], inputs: Inputs, subject: Subject | None = None) -> int:
-    """What autograd keeps of a call, in bytes that are not the inputs'; a subject knows which have gradients."""
+    """The bytes that autograd keeps of a call, without the inputs. A subject says which inputs have gradients."""
     own = leaves(inputs) if subject is None else subject.leaves(inputs)
     bytes_of_storage: dict[int, int] = {}
 
@@ -127,7 +128,7 @@ def kept_bytes(function: Callable[..., Any], inputs: Inputs, subject: Subject | 
 
 
 def ours(task: Task) -> Contender:
-    """The plan a call would use, writing into memory that is there already; a step goes through the public function."""
+    """The plan that a call would use, which writes into allocated memory. A step goes through the public function."""
     subject, preference = task.workload.subject, task.workload.preference
     text = resolve(preference)
     function = subject if preference is None else partial(subject, preference=preference)
@@ -153,7 +154,7 @@ def ours(task: Task) -> Contender:
     workspace = timed.workspace()
     try:
         outputs = chosen.allocate(timed.arguments)
-    except Unsupported:  # the size of its outputs is data: it allocates them itself
+    except Unsupported:  # the sizes of its outputs depend on values, so it allocates them itself
         outputs = None
 
     def run() -> tuple[Tensor, ...]:
@@ -172,7 +173,7 @@ def ours(task: Task) -> Contender:
 
 
 def _in_place(task: Task) -> Contender:
-    """An operator that gives nothing and overwrites inputs: those are its results, in memory of their own."""
+    """An operator that returns nothing and overwrites inputs. Its results are those inputs, in memory of their own."""
     subject = task.workload.subject
     call = subject.bind(tuple(None if x is None else x.clone() for x in task.inputs))
     timed = directions.forward(call, resolve(task.workload.preference))
@@ -193,7 +194,8 @@ def _in_place(task: Task) -> Contender:
 
 
 def through_autograd(function: Callable[..., Any], task: Task) -> Contender:
-    """Forward without a graph; backward over a graph that is kept, so that it alone is timed; or both, as one step."""
+    """A function through autograd: its forward without a graph, its backward alone over a kept graph, or both as one
+    step."""
     if task.direction == FORWARD:
         return Contender(lambda: _without_graph(function, *task.inputs))
     subject = task.workload.subject
@@ -220,7 +222,7 @@ def compiled(task: Task) -> Contender:
     """The same work through `torch.compile`, for exactly these sizes."""
     import torch._functorch.config as functorch
 
-    # What another workload compiled must not turn this one's sizes into symbols.
+    # Compilations for another workload must not turn this one's sizes into symbols.
     torch._dynamo.reset()
     function = torch.compile(task.workload.baseline, dynamic=False, fullgraph=True)
     # A donated buffer is freed by the first backward; here one graph is run many times.
@@ -231,7 +233,7 @@ def compiled(task: Task) -> Contender:
 
 
 def deterministic(task: Task) -> Contender:
-    """The same work in torch's own functions, in its deterministic mode; afterwards the mode is as it was."""
+    """The same work in torch's own functions, in torch's deterministic mode, which is restored afterwards."""
     plain = eager(task)
 
     def run() -> tuple[Tensor, ...]:
@@ -247,6 +249,6 @@ def deterministic(task: Task) -> Contender:
 
 
 def gradients_by(function: Callable[[tuple[Tensor, ...], Inputs], tuple[Tensor, ...]]) -> Builder:
-    """Gradients from a plain function of the upstream gradients and the inputs, outside autograd."""
+    """Builds a contender from a plain function of upstream gradients and inputs, outside autograd."""
 
     return lambda task: Contender(lambda: _without_graph(function, task.upstream, task.inputs))

@@ -28,12 +28,12 @@ def device_name(device: torch.device) -> str:
 
 
 def slug(name: str) -> str:
-    """A name fit for a file: lower-case letters and digits, joined by hyphens."""
+    """A name in a form for files: lower-case letters and digits, joined by hyphens."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def driver() -> str | None:
-    """The version of the GPU driver, as its kernel module or else its tool says it; None where neither is there."""
+    """The version of the GPU driver, from its kernel module or else from its tool; None if neither is there."""
     module = Path("/proc/driver/nvidia/version")
     if module.exists():
         match = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", module.read_text(encoding="utf-8"))
@@ -53,7 +53,7 @@ def driver() -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that this package lies in, "+" behind it where files of the package differ."""
+    """The commit of the checkout that contains this package, with a "+" behind it if files of the package differ."""
     folder = Path(__file__).parents[1]
 
     def git(*arguments: str) -> str:
@@ -61,7 +61,7 @@ def commit() -> str | None:
         return done.stdout.strip()
 
     try:
-        # An installed package may lie within a checkout of something else, which does not track it.
+        # An installed package may be inside the checkout of another project, which does not track it.
         git("ls-files", "--error-unmatch", "__init__.py")
         return git("rev-parse", "HEAD") + "+" * bool(git("status", "--porcelain", "--", "."))
     except (OSError, subprocess.SubprocessError):
@@ -77,7 +77,7 @@ def digest_source() -> str:
 
 
 def digest(parts: Iterable[bytes]) -> str:
-    """Of parts, in their order."""
+    """A digest of parts, in their order."""
     whole = hashlib.sha256()
     for part in parts:
         whole.update(hashlib.sha256(part).digest())
@@ -85,7 +85,7 @@ def digest(parts: Iterable[bytes]) -> str:
 
 
 def conditions(command: str) -> dict[str, Any]:
-    """Of a run of a command, now: the date, the state of the source, and the versions of all that takes part."""
+    """The conditions of a run of a command now: the date, the state of the source, and all versions."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "command": command,
@@ -96,14 +96,14 @@ def conditions(command: str) -> dict[str, Any]:
 
 
 def cache_bytes(device: torch.device) -> int | None:
-    """The size of a GPU's L2."""
+    """The bytes of a GPU's L2 cache."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_properties(device).L2_cache_size
 
 
 def machine() -> dict[str, Any]:
-    """Versions, the CPU, the GPUs, and for each device why a backend cannot run on it: empty where it can."""
+    """Versions, the CPU, the GPUs, and for each device and backend why it cannot run there; empty if it can."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     properties = {f"cuda:{index}": torch.cuda.get_device_properties(index) for index in range(count)}
     return {
@@ -120,7 +120,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Python, adjoint, torch, triton, CUDA, the driver, and the peers; None for what is not there."""
+    """The versions of Python, adjoint, torch, triton, CUDA, the driver and the peers; None for those not there."""
     import adjoint
 
     peers = {peer.distribution: version(peer.distribution) for peer in PEERS.values()}

@@ -11,7 +11,7 @@ from adjoint.contract.cases import Workload
 def omissions(
     selected: Sequence[tuple[str, Workload]], device: torch.device, *, compile: bool, peers: Sequence[str] | None
 ) -> Iterator[str]:
-    """A sentence for everything that a run of these workloads would not time on a device."""
+    """A sentence for each thing that a run of these workloads would not time on a device."""
     if device.type == "cpu":
         why = "" if torch.cuda.is_available() else ", because torch sees no GPU"
         yield f"Times are the CPU's{why}: workloads are cut to small sizes."

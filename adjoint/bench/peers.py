@@ -28,18 +28,18 @@ from adjoint.bench.contenders import (
 )
 
 EPS = 1e-6
-"""Of the norms."""
+"""The eps of the norms."""
 
 NEED_GPU = frozenset(("FLA", "FlashInfer", "FlashQLA", "Liger", "QuACK"))
-"""The labels of peers that are made of kernels."""
+"""The labels of the peers that consist of GPU kernels."""
 
 INSTALLED_BY = {"fla-core": "flash-linear-attention"}
-"""What pip installs a distribution by, where that is another."""
+"""The names by which pip installs distributions, where they differ."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A peer as shown in tables, the distribution it comes in, how its contender is built, and its directions."""
+    """A peer: its label in tables, its distribution, the builder of its contender, and its directions."""
 
     label: str
     distribution: str
@@ -51,18 +51,18 @@ class Peer:
 
     @property
     def package(self) -> str:
-        """What pip installs it by."""
+        """The name by which pip installs it."""
         return INSTALLED_BY.get(self.distribution, self.distribution)
 
     def build_on_device(self, task: Task) -> Contender:
-        """Its contender, or `NeedsGpu`."""
+        """Builds its contender; raises `NeedsGpu` on a device on which it does not run."""
         if not self.runs_on(task.device):
             raise NeedsGpu("its kernels need a GPU")
         return self.build(task)
 
 
 def version(distribution: str) -> str | None:
-    """The installed version of a distribution; None when it is not installed."""
+    """The installed version of a distribution; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -70,7 +70,7 @@ def version(distribution: str) -> str | None:
 
 
 def _imported(path: str, install: str) -> Any:
-    """What a path names, "module:function"; `install` is what pip would install it by."""
+    """Imports "module:function". `install` is the name by which pip would install it."""
     module, _, name = path.partition(":")
     try:
         return getattr(import_module(module), name)
@@ -79,7 +79,7 @@ def _imported(path: str, install: str) -> Any:
 
 
 def _autograd(path: str, install: str, call: Callable[..., Any]) -> Builder:
-    """A peer with an autograd function of its own for both directions: `call(<what the path names>, *inputs)`."""
+    """Builds a peer that has its own autograd function for both directions: `call(<imported function>, *inputs)`."""
     return lambda task: through_autograd(partial(call, _imported(path, install)), task)
 
 
@@ -90,7 +90,7 @@ def _liger_swiglu(task: Task) -> Contender:
     swiglu_backward = _imported(f"{module}:swiglu_backward", install)
     gate, up = task.inputs
     if task.direction == FORWARD:
-        # It gives the output alone, or gate, up and the output.
+        # Its result is the output, or gate, up and the output.
         return Contender(lambda: as_tuple(swiglu_forward(gate, up))[-1:])
     (upstream,) = task.upstream
     own_gate, own_up = torch.empty_like(gate), torch.empty_like(up)
@@ -107,7 +107,7 @@ def _liger_swiglu(task: Task) -> Contender:
 
 
 def _fla_rotary(task: Task) -> Contender:
-    """FLA's kernel, one launch for q and one for k, with a number for each pair of columns; in place where ours is."""
+    """FLA's kernel, with one launch for q and one for k and one angle for each pair of columns; in place if ours is."""
     rotate = _imported("fla.modules.rotary:rotary_embedding", "flash-linear-attention")
     q, k, cos, sin = task.inputs
     cos, sin = (x[:, : x.shape[1] // 2].contiguous() for x in (cos, sin))
@@ -128,7 +128,7 @@ def _fla_rotary(task: Task) -> Contender:
 
 
 def _liger_rotary(task: Task) -> Contender:
-    """Liger's kernels without its autograd wrapper; they rotate in place, and take heads before tokens."""
+    """Liger's kernels without its autograd wrapper. They rotate in place, and take tensors with heads before tokens."""
     module, install = "liger_kernel.ops.rope", "liger-kernel"
     rope = _imported(f"{module}:rope_{task.direction}", install)
     *_, q, k, cos, sin = task.arguments
@@ -160,13 +160,13 @@ def _delta_rule_with_states(function: Any, *inputs: Any) -> Any:
 
 
 def _fla_gated_delta_rule(call: Callable[..., Any], task: Task) -> Contender:
-    os.environ["FLA_FLASH_QLA"] = "0"  # or, with FlashQLA installed, it would run that one's kernels
+    os.environ["FLA_FLASH_QLA"] = "0"  # otherwise, with FlashQLA installed, it would run FlashQLA's kernels
     rule = _imported("fla.ops.gated_delta_rule:chunk_gated_delta_rule", "flash-linear-attention")
     return through_autograd(partial(call, rule), task)
 
 
 def _transformers_gated_delta_rule(function: Any, *inputs: Any) -> Any:
-    """What transformers' Qwen3.5 runs without FLA, and autograd over it."""
+    """The function that transformers' Qwen3.5 runs without FLA, with autograd's gradients."""
     q, k, v, g, beta, state, _ = inputs
     rule = getattr(function, "__wrapped__", function)  # its decorator looks for FLA's kernel first
     repeat = v.shape[2] // q.shape[2]
@@ -175,9 +175,9 @@ def _transformers_gated_delta_rule(function: Any, *inputs: Any) -> Any:
 
 
 def _flashinfer_gated_delta_rule(task: Task) -> Contender:
-    """FlashInfer's kernels for Hopper, for one sequence at a time or split along time, as its own rule has it.
+    """FlashInfer's kernels for Hopper. Its own rule decides between one sequence at a time and a split along time.
 
-    It takes the decay itself and no batch axis: both are made before the clock starts.
+    It takes the decay and not its logarithm, and has no batch axis. Both are converted before the clock starts.
     """
     folder, install = "flashinfer.gdn_kernels.delta_rule_dsl", "flashinfer-python"
     whole = _imported(f"{folder}.delta_rule_sm90:delta_rule_prefill_dsl_sm90", install)
@@ -205,9 +205,9 @@ def _flashinfer_gated_delta_rule(task: Task) -> Contender:
 
 
 def _quack_experts(task: Task) -> Contender:
-    """QuACK's grouped products, the first of which gathers rows and ends in SwiGLU; the sort and the sum are torch's.
+    """QuACK's grouped products, the first of which gathers rows and ends in SwiGLU. The sort and the sum are torch's.
 
-    Matrices are laid out as it wants them before the clock starts.
+    Matrices get the layout that QuACK needs before the clock starts.
     """
     products_with_swiglu = _imported("quack.gemm_interface:gemm_act", "quack-kernels")
     products = _imported("quack.gemm_interface:gemm", "quack-kernels")
@@ -231,17 +231,17 @@ def _quack_experts(task: Task) -> Contender:
 
 
 def _fla_step(task: Task) -> Contender:
-    """FLA's recurrent kernel, which gives the new states beside the outputs."""
+    """FLA's recurrent kernel, which returns outputs and new states."""
     step = _imported("fla.ops.gated_delta_rule:fused_recurrent_gated_delta_rule", "flash-linear-attention")
     q, k, v, g, beta, state, _ = task.inputs
     return Contender(lambda: as_tuple(step(q, k, v, g, beta=beta, initial_state=state, output_final_state=True)))
 
 
 def _fla_causal_conv1d(task: Task) -> Contender:
-    """FLA's Triton kernels, which take the activation by another name."""
+    """FLA's Triton kernels, in which the activation has another name."""
     try:
         conv = _imported("fla.modules.conv.causal_conv1d:causal_conv1d", "flash-linear-attention")
-    except NotInstalled:  # versions before 0.4 have it elsewhere
+    except NotInstalled:  # versions before 0.4 have it in another module
         conv = _imported("fla.modules.convolution:causal_conv1d", "flash-linear-attention")
 
     def call(x: Tensor, weight: Tensor, bias: Any, state: Any, cu_seqlens: Any) -> Tensor:
@@ -252,7 +252,7 @@ def _fla_causal_conv1d(task: Task) -> Contender:
 
 
 def _fla_recompute_w_u(task: Task) -> Contender:
-    """Its forward kernel alone. Its running sums of g are logarithms to base 2, made before the clock starts."""
+    """FLA's forward kernel. Its running sums of g are logarithms to base 2, computed before the clock starts."""
     recompute = _imported("fla.ops.gated_delta_rule.wy_fast:recompute_w_u_fwd", "flash-linear-attention")
     k, v, beta, G, T, _ = task.inputs
     exponents = G * (1 / math.log(2))

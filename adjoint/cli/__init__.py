@@ -1,7 +1,7 @@
 """The `adjoint` command: env, ops, plan, verify, certificate, audit, bench, train, generate.
 
-Commands import what they need when they run, so that help is quick. A mistake of the user is one red
-sentence and exit status 2; a check that fails is exit status 1. With `--json` data alone goes to the standard output.
+Commands import modules when they run, so that help is quick. A mistake of the user gives one red sentence and the exit
+status 2. A check that fails gives the exit status 1. With `--json` only data goes to the standard output.
 """
 
 from collections.abc import Callable

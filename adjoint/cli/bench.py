@@ -13,14 +13,14 @@ def bench(
     ops: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to time; all by default.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the GPU if there is one.")] = None,
     rows: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="Only workloads with this in their name; may be repeated.")
+        list[str] | None, typer.Option(metavar="TEXT", help="Only workloads whose name contains this; may be repeated.")
     ] = None,
     peer: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Only this peer, such as FLA; may be repeated.")
     ] = None,
     compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Time torch.compile as well.")] = True,
     errors: Annotated[
-        bool, typer.Option("--errors", help="Measure errors, beside promises and peers, and time nothing.")
+        bool, typer.Option("--errors", help="Measure errors instead, beside promises and peers.")
     ] = False,
     overhead: Annotated[
         bool, typer.Option("--overhead", help="Time the host cost of a call on a small tensor instead.")
@@ -29,19 +29,15 @@ def bench(
     results: Annotated[Path, typer.Option(help="The folder of saved results.")] = Path("benchmarks/results"),
     readme: Annotated[
         bool,
-        typer.Option(
-            "--readme", help="Write the saved GPU results into docs/benchmarks.md; times nothing without --save."
-        ),
+        typer.Option("--readme", help="Write the saved GPU results into docs/benchmarks.md; with --save, time first."),
     ] = False,
     plot: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Draw the times, with matplotlib; with --readme, the saved ones and their errors."
-        ),
+        typer.Option(metavar="FILE", help="Draw the times with matplotlib; with --readme, the saved times and errors."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Time ours beside torch eager, torch.compile and peers; no time is shown for a wrong result."""
+    """Time our ops beside torch eager, torch.compile and peers. A wrong result gets no time."""
     import adjoint
     from adjoint.bench import command
 

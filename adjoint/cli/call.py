@@ -1,9 +1,8 @@
-"""A call as a command line writes it, turned into what `adjoint.plan` takes.
+"""Reads a call from a command line, and turns it into the arguments of `adjoint.plan`.
 
     embedding  4x128  1000x64:float32  padding_idx=0
 
-An op's signature says the rest: which arguments are tensors, in which order, integer or floating, and
-which may be left out.
+The op's signature says which arguments are tensors, in which order, which are integers, and which may be left out.
 """
 
 import ast
@@ -36,14 +35,14 @@ class _Argument:
 def read_call(
     op: str, shapes: Sequence[str], settings: Sequence[str], dtype: str
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The public function an op's name means, and its arguments by name; the tensors are meta tensors.
+    """The public function of an op's name, and the call's arguments by name. The tensors are meta tensors.
 
     Args:
         op: the name of a function, or of a mode of it, such as "swiglu[up_gate]".
-        shapes: `[NAME=]SIZES[:DTYPE]`, unnamed ones in the order of the signature's positional tensors.
-            A single one stands for all tensors of an op that takes floating ones alone.
-        settings: `NAME=VALUE`, the keywords that are no tensors.
-        dtype: of floating tensors that name none of their own.
+        shapes: `[NAME=]SIZES[:DTYPE]`. Unnamed shapes are in the order of the signature's positional tensors. A single
+            shape stands for all tensors of an op that takes only floating tensors.
+        settings: `NAME=VALUE`, for the keywords that are no tensors.
+        dtype: the dtype of floating tensors whose shape states none.
 
     Raises:
         ArgumentError: the op is unknown, or its arguments cannot be read.
@@ -99,7 +98,7 @@ def _settings(op: str, function: Callable[..., Any], settings: Sequence[str]) ->
 
 
 def _value(text: str) -> Any:
-    """A number, True, False or None where it is one; otherwise the text itself."""
+    """The Python literal that a text states, such as a number, True or None; otherwise the text itself."""
     try:
         return ast.literal_eval(text)
     except (SyntaxError, ValueError):
@@ -110,7 +109,7 @@ def _value(text: str) -> Any:
 
 
 def _arguments(function: Callable[..., Any]) -> dict[str, _Argument]:
-    """The tensor arguments of a function, by its annotations."""
+    """The tensor arguments of a function, found by its annotations."""
     arguments = {}
     for name, parameter in inspect.signature(function).parameters.items():
         for kind in get_args(parameter.annotation) or (parameter.annotation,):
@@ -127,7 +126,7 @@ def _arguments(function: Callable[..., Any]) -> dict[str, _Argument]:
 def _count_tensors(
     function: Callable[..., Any], keywords: Mapping[str, Any], arguments: Mapping[str, _Argument]
 ) -> int:
-    """How many tensors a call with these keywords takes: as the mode that shares most of them does."""
+    """How many tensors a call with these keywords takes: as many as the mode that shares most of them."""
     from adjoint.verify import subjects
 
     modes = [subject for subject in subjects() if subject.function is function]
@@ -159,13 +158,16 @@ def _tensors(op: str, arguments: Mapping[str, _Argument], shapes: Sequence[str],
 
 
 def _in_words(arguments: Mapping[str, _Argument]) -> str:
-    """ids, weight, [offsets], [per_sample_weights=]: in brackets what may be left out, with = what goes by name."""
+    """The arguments in words: "ids, weight, [offsets], [per_sample_weights=]".
+
+    Arguments in brackets may be left out, and arguments with "=" are passed by name.
+    """
     named = {name: f"{name}=" if argument.by_name else name for name, argument in arguments.items()}
     return ", ".join(text if arguments[name].required else f"[{text}]" for name, text in named.items())
 
 
 def _shape(text: str) -> tuple[str | None, tuple[int, ...], str | None]:
-    """Name, sizes and dtype; those that are not given are None."""
+    """Name, sizes and dtype of a shape; name and dtype are None if they are absent."""
     read = re.fullmatch(r"(?:(\w+)=)?(\d+(?:x\d+)*)(?::(\w+))?", text)
     if read is None:
         raise ArgumentError(

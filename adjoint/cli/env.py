@@ -51,7 +51,7 @@ def env(
 
 
 def _import_seconds(modules: str) -> float:
-    """Seconds to import in a fresh process: the median of three, after one that fills the file cache."""
+    """Seconds to import modules in a fresh process: the median of three runs, after one that fills the file cache."""
     code = f"import time; start = time.perf_counter(); import {modules}; print(time.perf_counter() - start)"
     runs = [
         float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)

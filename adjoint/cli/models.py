@@ -1,4 +1,4 @@
-"""`adjoint train` and `adjoint generate`: a model, and what it says."""
+"""`adjoint train` and `adjoint generate`: training a model, and text from a model."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,12 +36,14 @@ def generate(
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Prompt and output are token ids, and no tokenizer is needed.")
     ] = False,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="At most so many tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(metavar="K", help="Choose among the K most likely.")] = None,
-    top_p: Annotated[float | None, typer.Option(metavar="P", help="Choose among those that add up to P.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the random choices.")] = 0,
-    dtype: Annotated[str | None, typer.Option(help="Of the weights; by default as the checkpoint says.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="The most tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(help="The sampling temperature; 0 takes the most likely token.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(metavar="K", help="Choose among the K most likely tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(metavar="P", help="Choose among the most likely tokens that add up to P.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The seed of the random choices.")] = 0,
+    dtype: Annotated[str | None, typer.Option(help="The dtype of the weights; by default the checkpoint's.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the GPU if there is one.")] = None,
 ) -> None:
     """Continue a prompt with a checkpoint of Qwen3-Next, Qwen3.5 or Qwen3.5-MoE."""
@@ -57,10 +59,10 @@ def generate(
         refuse(f"generate: --seed must have at most 64 bits, got {seed}")
     try:
         prompt.encode()
-    except UnicodeEncodeError:  # a command line with other bytes
+    except UnicodeEncodeError:  # the command line has bytes that are not UTF-8
         refuse(adjoint.ArgumentError(f"generate: the prompt must be UTF-8 text, got {prompt!r}"))
     try:
-        HybridConfig.from_folder(folder)  # a folder that is none is named before its tokenizer is missed
+        HybridConfig.from_folder(folder)  # first, so that a wrong folder is named before its tokenizer is missed
         language = TokenIds() if tokens else text_of(folder)
         model = HybridLM.from_pretrained(folder, device=target, dtype=kind).eval()
         steps = model.stream(

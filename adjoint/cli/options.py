@@ -9,7 +9,7 @@ from adjoint.cli.terminal import refuse
 if TYPE_CHECKING:
     import torch
 
-Json = Annotated[bool, typer.Option("--json", help="Print data, as JSON, and nothing else.")]
+Json = Annotated[bool, typer.Option("--json", help="Print only data, as JSON.")]
 
 
 def device_of(name: str | None) -> "torch.device":
@@ -28,7 +28,7 @@ def device_of(name: str | None) -> "torch.device":
 
 
 def require_present(device: "torch.device") -> "torch.device":
-    """A device that is there."""
+    """Refuses a device that is not present."""
     import torch
 
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -37,7 +37,7 @@ def require_present(device: "torch.device") -> "torch.device":
 
 
 def dtype_of(command: str, name: str | None) -> "torch.dtype | None":
-    """The named dtype of weights; None where none is named."""
+    """The named dtype of weights; None if there is no name."""
     import torch
 
     kind = None if name is None else getattr(torch, name, None)

@@ -1,4 +1,4 @@
-"""`adjoint ops` and `adjoint plan`: which plans there are, and which one a call would use."""
+"""`adjoint ops` and `adjoint plan`: all plans, and the plan that a call would use."""
 
 import textwrap
 from typing import Annotated
@@ -45,13 +45,15 @@ def plan(
         list[str],
         typer.Option(
             metavar="[NAME=]SIZES[:DTYPE]",
-            help="Sizes joined by x, such as 4x64, for each tensor in order. One will do where all are floating.",
+            help="Sizes joined by x, such as 4x64, for each tensor in order. One is enough if all are floating.",
         ),
     ],
-    dtype: Annotated[str, typer.Option(help="Of floating tensors: float64, float32, bfloat16, float16.")] = "bfloat16",
+    dtype: Annotated[
+        str, typer.Option(help="Floating tensors' dtype: float64, float32, bfloat16, float16.")
+    ] = "bfloat16",
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the GPU if there is one.")] = None,
     target: Annotated[
-        str | None, typer.Option(metavar="ARCHITECTURE", help="A GPU that need not be there, such as sm_90.")
+        str | None, typer.Option(metavar="ARCHITECTURE", help="Plan for a GPU that need not be present, such as sm_90.")
     ] = None,
     backend: Annotated[str | None, typer.Option(help="Ask for triton or eager.")] = None,
     name: Annotated[str | None, typer.Option("--plan", metavar="NAME", help="Ask for one plan by name.")] = None,
@@ -62,7 +64,9 @@ def plan(
     device_invariant: Annotated[
         bool, typer.Option("--device-invariant", help="The same bits on every device.")
     ] = False,
-    max_workspace_bytes: Annotated[int | None, typer.Option(help="Scratch memory the plan may need.")] = None,
+    max_workspace_bytes: Annotated[
+        int | None, typer.Option(help="The most scratch memory that the plan may need.")
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="A keyword of the op, such as padding_idx=0."),

@@ -1,4 +1,4 @@
-"""What a command prints: text as wide as the terminal, data as JSON, and what it refuses."""
+"""The output of commands: text as wide as the terminal, data as JSON, and refusals."""
 
 import json
 import math
@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-_WIDE = 160  # columns where nothing tells: a log is better wide than folded
+_WIDE = 160  # the width if nothing states one: long lines in a log are better than wrapped ones
 
 
 def make_console(*, stderr: bool = False) -> Console:
@@ -18,7 +18,7 @@ def make_console(*, stderr: bool = False) -> Console:
 
 
 def has_width(*, stderr: bool = False) -> bool:
-    """Whether a terminal, or the variable COLUMNS, says how wide lines may be."""
+    """Whether a terminal or the variable COLUMNS states the width of lines."""
     return (sys.stderr if stderr else sys.stdout).isatty() or "COLUMNS" in os.environ
 
 
@@ -27,7 +27,7 @@ def print_json(data: Any) -> None:
 
 
 def _in_json(value: Any) -> Any:
-    """A value as JSON has it: texts for what it has no numbers for."""
+    """A value as JSON types. Numbers that JSON does not have, such as infinity, become texts."""
     if isinstance(value, dict):
         return {name: _in_json(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

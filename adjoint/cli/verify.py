@@ -1,4 +1,4 @@
-"""`adjoint verify`, `adjoint certificate` and `adjoint audit`: whether promises are kept."""
+"""`adjoint verify`, `adjoint certificate` and `adjoint audit`: whether plans keep their promises."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,9 +18,9 @@ def verify(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the GPU if there is one.")] = None,
     thorough: Annotated[
-        bool, typer.Option("--thorough", help="Every check on every case, not each plan and promise once.")
+        bool, typer.Option("--thorough", help="Run every check on every case, not each plan and promise once.")
     ] = False,
-    everything: Annotated[bool, typer.Option("--all", help="Thorough, and every check on every dtype.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="As --thorough, with every check in every dtype.")] = False,
     jobs: Annotated[
         int | None, typer.Option(metavar="N", help="Check in N processes; by default one for each core.")
     ] = None,
@@ -29,21 +29,21 @@ def verify(
         Path | None, typer.Option(metavar="FILE", help="Write a certificate: FILE.json and FILE.html.")
     ] = None,
     shard: Annotated[
-        str | None, typer.Option(metavar="I/N", help="Run every N-th check, from the I-th on, such as 2/4.")
+        str | None, typer.Option(metavar="I/N", help="Run every N-th check, beginning with the I-th, such as 2/4.")
     ] = None,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the rows to a file, as JSON.")] = None,
     record: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER", help="Check nothing; write the errors of these ops' cases here to a folder, as JSON."
+            metavar="FOLDER", help="Check nothing; measure the errors of these ops' cases and write them to a folder."
         ),
     ] = None,
     merge: Annotated[
-        bool, typer.Option("--merge", help="Show the shards in files of --save as one run; check nothing.")
+        bool, typer.Option("--merge", help="Check nothing; show shards, from files of --save, as one run.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Check every promise on this machine, in a minute or two; exit status 1 when one does not hold."""
+    """Check every promise on this machine, in a minute or two. The exit status is 1 if one does not hold."""
     import adjoint
     from adjoint.verify import command
     from adjoint.verify.parallel.shards import read_shard
@@ -110,7 +110,7 @@ def compare_certificates(
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show everything that differs.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show what differs between two machines, versions or dates; exit status 1 when that breaks a promise."""
+    """Show what differs between two machines, versions or dates. The exit status is 1 if it breaks a promise."""
     from dataclasses import asdict
 
     import adjoint
@@ -130,16 +130,17 @@ def compare_certificates(
 def audit(
     folder: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A folder: config.json, safetensors.")],
     text: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The text that the model reads; by default one that is shipped.")
+        Path | None,
+        typer.Option(metavar="FILE", help="The text that the model reads; by default one from the package."),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(metavar="N", help="Read at most so many tokens of it.")] = 512,
-    dtype: Annotated[str | None, typer.Option(help="Of the weights; by default as the checkpoint says.")] = None,
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="The most tokens of the text to read.")] = 512,
+    dtype: Annotated[str | None, typer.Option(help="The dtype of the weights; by default the checkpoint's.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the GPU if there is one.")] = None,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write FILE.json and FILE.html.")] = None,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show every output of every layer.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Compare every op of a model, on a text, with float64 and its bound; exit status 1 when one is past it."""
+    """Compare every op of a model, on a text, with float64 and its bound. The exit status is 1 unless all are sound."""
     import adjoint
     from adjoint.verify.audit.checkpoint import audit_checkpoint
     from adjoint.verify.report.files import require_writable

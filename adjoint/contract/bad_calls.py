@@ -17,7 +17,7 @@ SEED = 0
 
 
 def shared(subject: Subject) -> Iterator[BadCall]:
-    """Calls of a subject that must raise, and what their errors must say."""
+    """Calls of a subject that must raise, with words that their errors must contain."""
     op = subject.name.partition("[")[0].rpartition(".")[2]
     example = _inputs(subject, torch.device("cpu"))
     for place, (name, tensor) in enumerate(zip(subject.inputs, example, strict=True)):
@@ -32,7 +32,7 @@ def _inputs(subject: Subject, device: torch.device) -> Inputs:
 
 
 def _wrong_input(subject: Subject, op: str, place: int, name: str, tensor: Tensor) -> Iterator[BadCall]:
-    """One input exchanged for what it must not be."""
+    """Calls in which one input is replaced by a wrong one."""
 
     def bad(words: str, change: Callable[[Tensor], Any], *expected: str) -> BadCall:
         def call(device: torch.device) -> Any:
@@ -62,7 +62,7 @@ def _differentiate_twice(subject: Subject, inputs: Inputs) -> None:
 
 
 def _transform(subject: Subject, inputs: Inputs, transform: Callable[..., Any]) -> Any:
-    """Transforms the first output as a function of the first floating input, and calls that on this input."""
+    """Applies a transform to the function from the first floating input to the first output, and calls the result."""
     place = subject.places(inputs)[0]
     return transform(lambda x: _first_output(subject(*inputs[:place], x, *inputs[place + 1 :])), inputs[place])
 
@@ -79,7 +79,7 @@ def _whole_calls(subject: Subject, op: str) -> Iterator[BadCall]:
         return BadCall(whole, lambda device: call(_inputs(subject, device)), op, *words, error=error)
 
     def run(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Any:
-        """The forward's plan, into outputs that were changed."""
+        """Runs the forward's plan with `out=` whose first tensor was changed."""
         forward = directions.forward(subject.bind(inputs), "")
         first, *others = forward.plan.allocate(forward.arguments)
         return forward.run(out=(change(first), *others))

@@ -15,7 +15,7 @@ Answers = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 """Outputs and gradients."""
 
 PIECE = 2**24
-"""Elements of one tensor that are compared with the reference at once, so that float64 copies stay small."""
+"""The number of elements of a tensor that are compared with the reference at once; it keeps float64 copies small."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class Rebatch:
     """Some of a problem's items in another batch, and the results that must have the same bits.
 
     Attributes:
-        name: what was done, for the row that fails.
+        name: which items these are, for the row that fails.
         inputs, upstream: the other batch.
-        pairs: `(whole, alone) -> (tensor, tensor), ...`, each pair bit-equal. A direction of which not
-            every result promises batch invariance comes with an empty tuple.
+        pairs: `(whole, alone) -> (tensor, tensor), ...`: the pairs that must be equal bit for bit. If not all results
+            of a direction promise batch invariance, that direction comes with an empty tuple.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Rebatch:
 
 
 def _change(change: Callable[[Tensor], Tensor], inputs: Inputs, batched: Sequence[bool]) -> Inputs:
-    """The inputs, those that have items changed."""
+    """Changes the inputs that have items; the others stay as they are."""
     pairs = zip(inputs, batched, strict=True)
     return tuple(change(x) if has_items and x is not None else x for x, has_items in pairs)
 
@@ -56,9 +56,10 @@ def resized(
 def rebatched(
     inputs: Inputs, upstream: tuple[Tensor, ...], axis: int, batched: Sequence[bool] | None = None
 ) -> Iterator[Rebatch]:
-    """The first item alone, the last alone, and the last half; nothing for tensors of fewer than two axes.
+    """Three other batches: the first item alone, the last item alone, and the second half of the items.
 
-    Inputs that are not batched stay as they are, and their gradients are not compared.
+    Inputs that are not batched stay as they are, and their gradients are not compared. There is no other batch if the
+    first input has fewer than two axes.
     """
     batched = [True] * len(inputs) if batched is None else batched
     compared = [has_items for x, has_items in zip(inputs, batched, strict=True) if is_differentiable(x)]
@@ -79,7 +80,7 @@ def rebatched(
 
 
 def pieces(arguments: Inputs, outputs: tuple[Tensor, ...], axis: int) -> Iterator[tuple[Inputs, tuple[Tensor, ...]]]:
-    """Arguments and outputs, all cut at the same items."""
+    """Pieces of the arguments and outputs, all cut at the same items."""
     tensors = [tensor for tensor in (*arguments, *outputs) if tensor is not None]
     items = tensors[0].shape[axis]
     step = max(1, PIECE * items // max(1, *(tensor.numel() for tensor in tensors)))

@@ -39,12 +39,12 @@ Make = Callable[[torch.dtype, torch.device, torch.Generator], Inputs]
 
 
 def random_upstream(output: Tensor, generator: torch.Generator) -> Tensor:
-    """A gradient like an output: normal, same dtype."""
+    """An upstream gradient for an output: normal values in its dtype."""
     return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype).to(output.device)
 
 
 def normal(*shapes: tuple[int, ...]) -> Make:
-    """Tensors of normal values, made where they are used: for workloads."""
+    """Makes tensors of normal values on the device itself; for workloads."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> tuple[Tensor, ...]:
         own = torch.Generator(device).manual_seed(int(torch.randint(2**31, (), generator=generator)))
@@ -55,9 +55,9 @@ def normal(*shapes: tuple[int, ...]) -> Make:
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs for a subject: `make` gives them for a dtype and device, `upstream` a gradient for an output.
+    """Inputs for a subject. `make` gives them for a dtype and device; `upstream` gives a gradient for an output.
 
-    The dtype is that of the floating inputs. A `heavy` case is for a GPU: too much for every check on a CPU.
+    The dtype is that of the floating inputs. A `heavy` case is too large for every check on a CPU.
     """
 
     name: str
@@ -68,10 +68,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Special:
-    """Inputs whose outputs are stated exactly, signs of zeros included; NaN matches NaN, and None states nothing.
+    """Inputs whose outputs are stated exactly, including signs of zeros. NaN matches NaN, and None states nothing.
 
-    `dtypes` are those the statement is for; all of the subject's when empty. `of_plans` has the outputs and gradients
-    of plans, by name, that state other ones.
+    The statement is for `dtypes`; if that is empty, for all dtypes of the subject. `of_plans` has, by name, the plans
+    that state other outputs and gradients.
     """
 
     name: str
@@ -87,37 +87,38 @@ class Special:
 class Subject:
     """One op, or one mode of it, under test.
 
-    Items follow each other along `batch_axis` of every input, unless `batched` names those that have it; the others, a
-    table of weights for example, are shared by all items. A family whose items lie in yet another way says how they are
-    resized, rebatched and cut into pieces.
+    Items follow each other along `batch_axis`. Every input has this axis, unless `batched` names the inputs that do;
+    then all items share the others, for example a table of weights. A family whose items are laid out in another way
+    provides `resized`, `rebatched` and `pieces`.
 
     Attributes:
-        name: as shown in tables.
+        name: the name in tables.
         function: the public function.
         keywords: the keywords of the mode.
-        inputs: names of the tensor arguments, in order. Those of a floating dtype are differentiable, and the adjoint's
-            output for `x` is named `dx`; others keep their dtype and have no gradient.
-        constant: names of floating inputs that have no gradient.
-        reference: inputs, floating ones in float64 -> the public outputs.
-        reference_backward: upstream gradients, then inputs, in the same way -> a gradient per floating input.
-        choices: inputs, in the same way -> what error statements of gradients take behind the inputs, where those alone
-            do not say it: the experts that a router chose, for example.
+        inputs: the names of the tensor arguments, in order. Inputs of a floating dtype are differentiable, and the
+            adjoint's output for `x` is named `dx`. Other inputs keep their dtype and have no gradient.
+        constant: the names of floating inputs that have no gradient.
+        reference: takes the inputs, floating ones in float64, and gives the public outputs.
+        reference_backward: takes upstream gradients and then inputs, in the same way, and gives a gradient for each
+            floating input.
+        choices: takes the inputs, in the same way, and gives what error statements of gradients need besides them, for
+            example the experts that a router chose.
         cases: layouts, sizes and values.
-        exhaustive: for 16-bit dtypes, cases that together hold every value; empty where that is out of reach.
-        mistakes: plausible wrong answers by name, `(upstream, inputs) -> Answers`, in the inputs' dtype; each must fail
+        exhaustive: for 16-bit dtypes, cases that together have every value; empty where that is out of reach.
+        mistakes: plausible wrong answers by name, `(upstream, inputs) -> Answers`, in the inputs' dtype. Each must fail
             the accuracy check, or the check proves nothing.
         specials: elementwise special values.
-        plans: plans to verify beside each backend's first, as `Preference(plan=...)` names them, on the cases and
-            dtypes that they take.
-        forms: other forms of the call, which have its bits.
+        plans: plans that are verified besides the first one of each backend, as `Preference(plan=...)` names them, on
+            the cases and dtypes that they take.
+        forms: other forms of the call, which give the same bits.
         batch_axis: the axis along which items follow each other.
-        batched: names of the inputs that have it; None for all.
+        batched: the names of the inputs that have this axis; None for all.
         resized: `(inputs, upstream, size) -> (inputs, upstream)` with another number of items.
         rebatched: `(inputs, upstream) -> Rebatch, ...`: other batches in which items keep their bits.
-        pieces: `(arguments, outputs) -> (arguments, outputs), ...`: what a reference takes and gives, cut into pieces
-            of about `batching.PIECE` elements that it maps one to one.
-        autocast: names of the inputs that the op casts under autocast; the others keep their dtype.
-        by_name: names of the inputs, the last ones, that the function takes by name.
+        pieces: `(arguments, outputs) -> (arguments, outputs), ...`: the arguments and outputs of a reference, cut into
+            pieces of about `batching.PIECE` elements. The reference maps pieces to pieces, one to one.
+        autocast: the names of the inputs that the op casts under autocast; the others keep their dtype.
+        by_name: the names of the last inputs, which the function takes by name.
     """
 
     name: str
@@ -148,12 +149,12 @@ class Subject:
         return self.function(*positional, **named, **keywords)
 
     def arguments(self, inputs: Inputs) -> tuple[Inputs, dict[str, Any]]:
-        """The arguments of a call with these inputs, those of the mode included: by position, and by name."""
+        """The arguments of a call with these inputs and the mode's keywords: by position, and by name."""
         first = len(self.inputs) - len(self.by_name)
         return inputs[:first], {**dict(zip(self.by_name, inputs[first:], strict=True)), **self.keywords}
 
     def bind(self, inputs: Inputs) -> Call:
-        """The operators and arguments a call with these inputs amounts to."""
+        """The operators that a call with these inputs runs, with their arguments."""
         positional, named = self.arguments(inputs)
         return bind(self.function, *positional, **named)
 
@@ -163,7 +164,7 @@ class Subject:
         return tuple(f"d{name}" for name, x in named if is_differentiable(x) and name not in self.constant)
 
     def places(self, inputs: Inputs) -> list[int]:
-        """Where, among the inputs, those that have a gradient are."""
+        """The positions of the inputs that have a gradient."""
         named = enumerate(zip(self.inputs, inputs, strict=True))
         return [place for place, (name, x) in named if is_differentiable(x) and name not in self.constant]
 
@@ -172,7 +173,7 @@ class Subject:
         return tuple(inputs[place] for place in self.places(inputs))
 
     def leaves(self, inputs: Inputs) -> Inputs:
-        """The inputs as leaves of a graph of their own: those with a gradient require it."""
+        """The inputs as leaves of a new graph, where those that have a gradient require it."""
         own = each(Tensor.detach, inputs)
         for tensor in self.differentiable(own):
             tensor.requires_grad_()
@@ -203,7 +204,7 @@ class Subject:
         return batching.rebatched(inputs, upstream, self.batch_axis)
 
     def cut(self, arguments: Inputs, outputs: tuple[Tensor, ...]) -> Iterable[tuple[Inputs, tuple[Tensor, ...]]]:
-        """A reference's arguments and outputs in pieces; in one where some inputs are shared and no cut is given."""
+        """A reference's arguments and outputs in pieces; one piece if items share inputs and there is no `pieces`."""
         if self.pieces is not None:
             return self.pieces(arguments, outputs)
         if self.batched is not None:
@@ -222,31 +223,32 @@ class BadCall:
 
 @dataclass(frozen=True)
 class Workload:
-    """A problem to time: what it moves, what torch would do, and how it is checked.
+    """A problem to time, with the bytes that it moves, the same work in torch, and its checks.
 
     Attributes:
-        name: as shown in tables.
-        subject: what is timed and checked.
-        make: its inputs.
-        forward_bytes, backward_bytes: the fewest bytes each direction must move; a function of the inputs where that
-            depends on their values.
-        baseline: the same work in torch's own functions, `(*inputs) -> output`; None where there is none. Outputs of
-            integers are choices it made, such as the experts of a router: see `chosen`.
-        peers: names of entries in `adjoint.bench.peers` that do the same work.
-        dtype: of the floating inputs; where it is not the default, the name says so.
-        devices: the types of device it is meant for.
-        directions: those that are timed; "forward + backward" is a whole step through autograd, with its memory.
-        operations: floating-point operations of the forward's matrix products; the backward has twice as many.
+        name: the name in tables.
+        subject: the op that is timed and checked.
+        make: gives the inputs.
+        forward_bytes, backward_bytes: the fewest bytes that each direction must move; a function of the inputs where
+            this depends on their values.
+        baseline: the same work in torch's own functions, `(*inputs) -> output`; None where there is none. Integer
+            outputs are choices that it made, such as the experts of a router: see `chosen`.
+        peers: the names of entries in `adjoint.bench.peers` that do the same work.
+        dtype: the dtype of the floating inputs. The workload's name states it where it is not the default.
+        devices: the device types for which the workload is meant.
+        directions: the directions that are timed. "forward + backward" is a whole step through autograd, with its
+            memory.
+        operations: the floating-point operations of the forward's matrix products; the backward has twice as many.
         compile: whether torch.compile of the baseline takes part.
-        deterministic: whether the baseline's backward under `torch.use_deterministic_algorithms` does.
-        kept: whether the memory that contenders keep from their forward for their backward is measured.
+        deterministic: whether the baseline's backward under `torch.use_deterministic_algorithms` takes part.
+        kept: whether to measure the memory that contenders keep from their forward for their backward.
         recorded: whether a call is timed as the replay of a CUDA graph, without the gaps between its kernels.
-        others: further ways to compute the gradients, by label, `(upstream, inputs) -> gradients`,
-            one per floating input.
-        chosen: where equal values leave a choice open, the reference of the backward for the choices a contender made:
-            `chosen(arguments, choices) -> (gradients, ties)`, with the number of items in which equal values were
-            chosen in another order than the reference's. A choice that is worse counts as the error it is.
-        preference: what is asked of our plan; the name of the workload says so.
+        others: further ways to compute the gradients, by label: `(upstream, inputs) -> gradients`, one for each
+            floating input.
+        chosen: for ops in which equal values leave a choice open, the reference of the backward for a contender's
+            choices: `chosen(arguments, choices) -> (gradients, ties)`. `ties` is the number of items in which equal
+            values were chosen in another order than the reference's. A choice of a smaller value counts as an error.
+        preference: the preference of our call; the workload's name states it.
     """
 
     name: str

@@ -12,25 +12,25 @@ from adjoint.core.plan import Call, Plan, select
 
 @dataclass(frozen=True)
 class Bound:
-    """A plan and the arguments of its operator, options included."""
+    """A plan and the arguments of its operator, including its options."""
 
     plan: Plan
     arguments: tuple[Any, ...]
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """What `plan.run` takes."""
+        """The arguments of `plan.run`."""
         return self.arguments[: len(self.plan.operator.tensors)]
 
     def run(self, plan: Plan | None = None, **memory: Any) -> tuple[Tensor, ...]:
-        """All outputs of the operator, from its plan or another one of the same operator."""
+        """Runs the plan, or another plan of the same operator, and returns all outputs of the operator."""
         results = (plan or self.plan).run(*self.tensors, **memory)
         return results if isinstance(results, tuple) else (results,)
 
     def gradients(self, results: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        """The gradients that a backward's results stand for, by the names of its outputs.
+        """The gradients in a backward's results, by the names of its outputs.
 
-        Those of a row-sparse gradient are its rows and their values, not the one tensor that autograd gets.
+        A row-sparse gradient has two entries, its rows and their values, although autograd gets one tensor.
         """
         operator = self.plan.operator
         if operator.assemble is not None:
@@ -39,7 +39,7 @@ class Bound:
         return dict(zip(operator.outputs, results, strict=True))
 
     def workspace(self) -> Tensor | None:
-        """Memory for the plan to work in; None where it needs none, or allocates its own."""
+        """A workspace for the plan; None where it needs none or allocates its own."""
         size = self.plan.workspace_bytes
         return torch.empty(size, dtype=torch.uint8, device=self.plan.problem.device) if size else None
 
@@ -50,7 +50,7 @@ def forward(call: Call, preference: str) -> Bound:
 
 
 def backward(call: Call, upstream: tuple[Tensor, ...], outputs: tuple[Tensor, ...], preference: str) -> Bound:
-    """The backward of a call, for gradients of its public outputs and all outputs of the forward operator."""
+    """The backward of a call, from gradients of its public outputs and all outputs of the forward operator."""
     assert call.adjoint is not None and call.adjoint_arguments is not None
     return _bound(call.adjoint, call.adjoint_arguments(upstream, outputs), preference)
 

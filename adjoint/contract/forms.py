@@ -14,14 +14,14 @@ from adjoint.contract.inputs import Inputs, differentiable
 
 
 class Outcome(NamedTuple):
-    """What a call in another form gave.
+    """The results of a call in another form.
 
     Attributes:
-        outputs: floating ones of the public function.
-        gradients: one per floating input, None where the form gives none; empty where it has no backward.
-        inputs: as the call left them.
-        keywords: those of the form, as the call left them.
-        before: the inputs as they were.
+        outputs: the floating outputs of the public function.
+        gradients: one for each floating input, None where the form gives none; empty where it has no backward.
+        inputs: the inputs after the call.
+        keywords: the form's keywords after the call.
+        before: the inputs before the call.
     """
 
     outputs: tuple[Tensor, ...]
@@ -40,16 +40,18 @@ class Form:
     """Another form of a subject's function.
 
     Attributes:
-        name: as shown in tables.
-        keywords: what the call takes besides the inputs, from those; the form may write to the tensors among them.
-        overwrites: names of the inputs that it writes to.
-        results: the outputs and gradients of the plain form, from what this one gave; raises where they are not there.
+        name: the name in tables.
+        keywords: gives the further keywords of the call, from the inputs; the form may write to tensors among them.
+        overwrites: the names of the inputs that the form writes to.
+        results: finds the outputs and gradients of the plain form in the outcome of this one; raises if they are not
+            there, for example not in the memory of the inputs.
         is_differentiable: whether there is a backward.
-        names: the names of its operators' outputs where they are not those of the plain form, by the latter.
-        takes: whether it can be called with inputs; rows that share a state cannot be written in place, for example.
-        exact: where it adds to numbers that are there, `(upstream, inputs, keywords) -> (exact, arguments), ...` in
-            float64, one for each result: instead of the plain form's bits, results are within their error statements,
-            which take these arguments.
+        names: the names of its operators' outputs that differ from those of the plain form, by the plain form's names.
+        takes: whether the form can be called with some inputs. For example, rows that share a state cannot be written
+            in place.
+        exact: for a form that adds to existing numbers. Its results do not have the plain form's bits, but are within
+            their error statements. `(upstream, inputs, keywords) -> (exact, arguments), ...`, in float64, gives for
+            each result the exact one and the arguments of its error statement.
     """
 
     name: str
@@ -62,12 +64,12 @@ class Form:
     exact: Callable[[tuple[Tensor, ...], Inputs, Mapping[str, Any]], tuple[tuple[Tensor, Inputs], ...]] | None = None
 
     def output(self, name: str) -> str:
-        """The name of its own for an output of the plain form."""
+        """This form's name for an output of the plain form."""
         return self.names.get(name, name)
 
 
 def reuse_inputs(*inputs: str) -> Form:
-    """The backward writes gradients over the inputs, and gives that memory."""
+    """The form whose backward writes gradients over these inputs and returns that memory."""
 
     def results(outcome: Outcome) -> tuple[Tensor | None, ...]:
         for name, gradient, x in zip(inputs, outcome.gradients, differentiable(outcome.inputs), strict=True):

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 Inputs = tuple[Any, ...]
-"""Tensors, or None for an optional one that is not given."""
+"""Tensors, or None for an optional tensor that is absent."""
 
 
 def each(change: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
-    """The inputs, changed one by one."""
+    """Applies a function to each input that is not None."""
     return tuple(None if tensor is None else change(tensor) for tensor in inputs)
 
 
@@ -30,24 +30,24 @@ def differentiable(inputs: Inputs) -> tuple[Tensor, ...]:
 
 
 def widened(inputs: Inputs) -> Inputs:
-    """The inputs as a reference takes them: floating ones in float64."""
+    """The inputs of a reference: floating ones in float64."""
     return each(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, inputs)
 
 
 def leaves(inputs: Inputs) -> Inputs:
-    """The inputs as leaves of a graph of their own: floating ones require a gradient."""
+    """The inputs as leaves of a new graph, where floating ones require a gradient."""
     return each(lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()), inputs)
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
-    """What a function returned, as a tuple whether it is one or not."""
+    """A function's result as a tuple, if it is not one already."""
     return value if isinstance(value, tuple) else (value,)
 
 
 def poison(tensor: Tensor) -> Tensor:
-    """Fills a tensor with NaN, or with the smallest value of a type that has none; returns it.
+    """Fills a tensor with NaN, or with the smallest value of a type without NaN, and returns it.
 
-    What is left unwritten, or read too early, is noticed then.
+    This shows elements that are never written, or that are read before they are written.
     """
     if tensor.is_floating_point():
         return tensor.fill_(float("nan"))

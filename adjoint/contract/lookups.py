@@ -1,4 +1,4 @@
-"""Helpers that the cases of ops share which look up by index."""
+"""Helpers for the cases of ops that look up by index."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +15,7 @@ from adjoint.core.plan import Plan, plan
 from adjoint.core.preference import Preference
 
 BUILT_UNALIGNED = (torch.float64, torch.bfloat16)
-"""Dtypes whose kernels are built for memory of any alignment, too."""
+"""The dtypes whose kernels are built for unaligned memory as well."""
 
 
 def normal_values(generator: torch.Generator, dtype: torch.dtype, device: torch.device, *shape: int) -> Tensor:
@@ -24,12 +24,12 @@ def normal_values(generator: torch.Generator, dtype: torch.dtype, device: torch.
 
 
 def on_device(device: torch.device, generator: torch.Generator) -> torch.Generator:
-    """A generator of the device, seeded by another."""
+    """A generator on a device, seeded by another generator."""
     return torch.Generator(device).manual_seed(int(torch.randint(2**31, (), generator=generator)))
 
 
 def columns(arguments: Inputs, outputs: tuple[Tensor, ...]) -> Iterator[tuple[Inputs, tuple[Tensor, ...]]]:
-    """Pieces of columns: every column is a problem of its own; indices belong to all of them."""
+    """Pieces of whole columns. Every column is a problem of its own, and all columns share the indices."""
     width = outputs[0].shape[-1]
     largest = max(tensor.numel() for tensor in (*arguments, *outputs) if tensor is not None)
     step = max(1, PIECE * width // max(1, largest))
@@ -42,7 +42,7 @@ def columns(arguments: Inputs, outputs: tuple[Tensor, ...]) -> Iterator[tuple[In
 
 
 def narrow_dtype(dtype: torch.dtype) -> torch.dtype:
-    """A type too narrow to add values of a dtype in."""
+    """A type that is too narrow for sums of values of a dtype."""
     return {torch.float64: torch.float32, torch.float16: torch.float16}.get(dtype, torch.bfloat16)
 
 
@@ -58,7 +58,7 @@ def adjoint_of(function: Any, *arguments: Any, **options: Any) -> Plan:
 
 
 def bad_options(op: str, differentiate: Callable[..., Any]) -> tuple[BadCall, ...]:
-    """Options that a lookup refuses: `differentiate(device, **options)` is a call with its backward."""
+    """Calls with options that a lookup refuses. `differentiate(device, **options)` runs a call and its backward."""
     nothing = Preference(max_workspace_bytes=0)
     return (
         BadCall("unknown out_of_range", lambda d: differentiate(d, out_of_range="clamp"),

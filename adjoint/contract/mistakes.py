@@ -15,7 +15,10 @@ Formula = Callable[..., Any]
 def answers(
     forward: Formula, backward: Formula, arithmetic: Callable[[torch.dtype], torch.dtype] = lambda dtype: torch.float64
 ) -> Callable[..., Answers]:
-    """A wrong answer computed in float64 by formulas and rounded once: only the formula is wrong."""
+    """A wrong answer that formulas compute in float64 and that is rounded once, so only the formulas are wrong.
+
+    `arithmetic` chooses another type for the computation, by the dtype of the inputs.
+    """
 
     def answer(upstream: tuple[Tensor, ...], inputs: Inputs) -> Answers:
         slopes = differentiable(inputs)
@@ -33,7 +36,7 @@ def _like(values: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> tuple[Tenso
 
 
 def narrow_arithmetic(forward: Formula, backward: Formula) -> Callable[..., Answers]:
-    """Every operation rounded to bfloat16, or to float16 for float16 itself."""
+    """An answer in which every operation is rounded to bfloat16; for float16 inputs, to float16."""
     return answers(forward, backward, lambda dtype: torch.float16 if dtype == torch.float16 else torch.bfloat16)
 
 

@@ -18,9 +18,9 @@ _FLOATING = frozenset(FLOATING)
 
 
 def alike(first: Tensor, second: Tensor) -> bool:
-    """Whether two values are floating tensors an op takes, of one shape, dtype and device: the common case, fast.
+    """Whether two values are floating tensors that an op takes, with equal shape, dtype and device.
 
-    When not, `require_floating` and `require_like` say why.
+    This is the fast test of the common case. Where it says no, `require_floating` and `require_like` say why.
     """
     try:
         return (
@@ -37,7 +37,7 @@ def alike(first: Tensor, second: Tensor) -> bool:
 
 
 def require_floating(op: str, name: str, value: Tensor) -> None:
-    """A tensor of one of the four floating types, on a device the ops run on."""
+    """Requires a tensor of one of the four floating types, on a device that ops run on."""
     _require_dense(op, name, value)
     if value.dtype not in _FLOATING:
         raise ArgumentError(
@@ -49,28 +49,28 @@ def require_floating(op: str, name: str, value: Tensor) -> None:
 
 
 def as_int(value: Any) -> Any:
-    """A whole number of numpy's as Python's; a check names what is none."""
+    """Converts an integer of numpy to Python's. Every other value stays as it is, and a later check names it."""
     return (
         int(value) if type(value) is not int and isinstance(value, Integral) and not isinstance(value, bool) else value
     )
 
 
 def require_integer(op: str, name: str, value: Any) -> int:
-    """Any integer, numpy's too, as Python's; a truth value is none."""
+    """Requires an integer, of Python or numpy, and returns Python's. A bool is no integer here."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ArgumentError(f"{op}: {name} must be an integer, got {value!r}")
     return int(value)
 
 
 def require_flag(op: str, name: str, value: Any) -> bool:
-    """A truth value, and nothing that is as good as one."""
+    """Requires True or False; other values with a truth value, such as 1, are refused."""
     if not isinstance(value, bool):
         raise ArgumentError(f"{op}: {name} must be True or False, got {value!r}")
     return value
 
 
 def require_float32_or_like(op: str, name: str, value: Tensor, like: str, other: Tensor) -> None:
-    """A dtype: float32, or that of another tensor."""
+    """Requires the dtype float32, or the dtype of another tensor."""
     if value.dtype not in (other.dtype, float32):
         kinds = "float32" if other.dtype == float32 else f"float32 or {short(other.dtype)}"
         raise ArgumentError(f"{op}: {name} must be {kinds}, as {like} is, got {short(value.dtype)}")
@@ -82,14 +82,14 @@ def reuse_form(op: str, reuse_inputs: Any) -> str:
 
 
 def require_size(op: str, name: str, value: Any) -> int:
-    """A number of rows, columns or heads."""
+    """Requires a number of rows, columns or heads: an integer of at least 1."""
     if (size := require_integer(op, name, value)) < 1:
         raise ArgumentError(f"{op}: {name} must be at least 1, got {size}")
     return size
 
 
 def require_ids(op: str, name: str, value: Tensor, like_name: str, like: Tensor) -> None:
-    """A tensor of int32 or int64, on the device of another."""
+    """Requires a tensor of int32 or int64, on the device of another tensor."""
     _require_dense(op, name, value)
     if value.dtype not in (int32, int64):
         raise ArgumentError(
@@ -102,7 +102,7 @@ def require_ids(op: str, name: str, value: Tensor, like_name: str, like: Tensor)
 def require_like(
     op: str, name: str, value: Tensor, like_name: str, like: Tensor, shape: tuple[int, ...] | None = None
 ) -> None:
-    """A tensor of the dtype and device of another, and of its shape unless another is stated."""
+    """Requires a tensor with the dtype and device of another tensor, and with its shape unless `shape` is stated."""
     _require_dense(op, name, value)
     if value.shape != (like.shape if shape is None else shape):
         expected = f"the shape of {like_name}, {tuple(like.shape)}" if shape is None else f"shape {tuple(shape)}"
@@ -115,7 +115,7 @@ def require_like(
 
 
 def _require_dense(op: str, name: str, value: Any) -> None:
-    """A tensor with strides, not a nested one."""
+    """Requires a tensor with strides that is not nested."""
     if not isinstance(value, Tensor):
         raise ArgumentError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
     if value.layout != strided or value.is_nested:
@@ -128,7 +128,7 @@ def _require_device(op: str, name: str, value: Tensor, like_name: str, like: Ten
         raise ArgumentError(f"{op}: {name} must be on the device of {like_name}, {like.device}, got {value.device}")
 
 
-# --------------------------------------------------------------------------------- what `Plan.run` writes to
+# --------------------------------------------------------------- the memory that a caller passes to `Plan.run`
 
 
 def check_outputs(operator: "Operator", arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
@@ -166,7 +166,7 @@ def check_outputs(operator: "Operator", arguments: tuple[Any, ...], outputs: tup
 
 
 def check_workspace(plan: "Plan", workspace: Tensor) -> None:
-    """Raises unless `workspace=` is contiguous memory on the plan's device, and enough of it."""
+    """Raises unless `workspace=` is contiguous, on the plan's device, and large enough."""
     op, least = plan.operator.name, plan.workspace_bytes
     _require_dense(op, "workspace=", workspace)
     if least is None:

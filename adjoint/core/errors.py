@@ -30,15 +30,15 @@ class ArgumentError(ValueError):
 
 
 class Unsupported(RuntimeError):
-    """The request is well-formed, but nothing here can serve it; the sentence gives every reason."""
+    """The request is well-formed, but no plan can serve it; the sentence gives every reason."""
 
 
 class WrongResult(RuntimeError):
-    """A plan's result is not within its guarantee, so that nothing it computes on this device can be trusted."""
+    """A plan's result is not within its guarantee, so no result of the plan on this device can be trusted."""
 
 
 def second_derivative(op: str) -> Unsupported:
-    """The error of a backward that is itself asked for a gradient."""
+    """The error for a backward of which a gradient is asked."""
     return Unsupported(
         f"{op}: second derivatives are not implemented, and create_graph=True asks for one. "
         f"Call backward or torch.autograd.grad with create_graph=False."
@@ -56,7 +56,7 @@ _CLEAR = torch.iinfo(torch.int64).max
 
 @dataclass(frozen=True)
 class Fault:
-    """One kind of value error: its row in the status word and the sentence it becomes.
+    """One kind of value error: its row in the status word and the template of its sentence.
 
     The template is formatted with `position` and `value` of the first offending element.
     """
@@ -88,7 +88,7 @@ def register_fault(template: str) -> Fault:
 
 
 def status_word(device: torch.device) -> Tensor:
-    """The status word of a device, allocated on first use and at the same address ever after."""
+    """The status word of a device. It is allocated on first use and never moves."""
     word = _words.get(device)
     if word is not None:
         return word
@@ -126,8 +126,9 @@ def report(fault: Fault, values: Tensor, faulty: Tensor) -> None:
 def check() -> None:
     """Raises the value errors that kernels have recorded since the last call, and clears them.
 
-    Waits for every device that has a status word. With several faults, the error names the first
-    registered and lists the others as notes. Of several threads that call it, one raises a fault, whoever caused it.
+    It waits for every device that has a status word. If there are several faults, the error names the first
+    registered one and lists the others as notes. If several threads call it, only one of them raises a fault, and it
+    need not be the thread that caused it.
     """
     errors = []
     for device, word in list(_words.items()):
@@ -141,10 +142,10 @@ def check() -> None:
 
 
 def _take(device: torch.device, word: Tensor) -> list[tuple[int, int]]:
-    """What a device has recorded, which is clear afterwards; waits for all of the device's work.
+    """Takes the records of a device and clears them; waits for all of the device's work.
 
-    Work that another thread submits meanwhile may be between the two halves of a record: their positions then differ,
-    and the other half comes when that work is done.
+    Work that another thread submits meanwhile may have written only one half of a record. Then the positions in the
+    two halves differ, and the loop waits for that work, which writes the other half.
     """
     rows = [(_CLEAR, _CLEAR)] * MAX_FAULTS
     with _taking:
@@ -160,7 +161,7 @@ def _take(device: torch.device, word: Tensor) -> list[tuple[int, int]]:
 def _exchange(device: torch.device, word: Tensor) -> list[list[int]]:
     from adjoint.core.kernels import why_not_triton
 
-    if why_not_triton(device):  # PyTorch alone records here, and has no exchange: two steps
+    if why_not_triton(device):  # here only PyTorch records, and it has no atomic exchange: two steps
         recorded = word.clone()
         word.fill_(_CLEAR)
         return recorded.tolist()  # type: ignore[no-any-return]
@@ -185,18 +186,18 @@ _checking = _Checking()
 
 
 def is_checking() -> bool:
-    """Whether this thread is inside `checked()`, where ops also verify their caller's promises."""
+    """Whether this thread is inside `checked()`. There, ops also verify what their caller promises."""
     return _checking.depth > 0
 
 
 @contextmanager
 def checked() -> Iterator[None]:
-    """Runs a block in checking mode, and raises on leaving it what its kernels have recorded.
+    """Runs a block in checking mode. On leaving it, raises the faults that its kernels have recorded.
 
-    What was recorded before raises on entering. An exception raised inside the block takes
-    precedence, with what was recorded as a note. A GPU does not know which thread a kernel came from: of two blocks
-    that are open in two threads, the one that ends first raises what the kernels of both have recorded by then, and
-    the other one what comes later. On the CPU an error is raised where it is caused.
+    Faults that were recorded before are raised on entering. If the block itself raises an exception, that exception
+    goes on, and the recorded faults are its note. A GPU does not know which thread launched a kernel. So of two blocks
+    that are open in two threads, the one that ends first raises the faults that the kernels of both have recorded by
+    then, and the other one raises the later faults. On the CPU an error is raised where it is caused.
     """
     check()
     _checking.depth += 1

@@ -25,9 +25,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Measurement:
-    """An error found, the limit its guarantee states, and the unit of both.
+    """A measured error, the limit that its guarantee states, and the unit of both.
 
-    `expected`, where there is a model of the roundings: the norm of the error over that of what is to be expected.
+    `expected` is the norm of the error over the norm of the expected error; None where there is no model of the
+    roundings.
     """
 
     value: float
@@ -45,8 +46,10 @@ class Measurement:
 
 
 class Figures(NamedTuple):
-    """What a promise says for given inputs: the norm of the bound of a whole output, and of what is to be expected of
-    its error, None where there is no model of that."""
+    """The norm of an output's bound for some inputs, and the norm of its expected error.
+
+    `expected` is None where there is no model of the roundings.
+    """
 
     bound: float
     expected: float | None
@@ -74,11 +77,11 @@ class Enumerated:
 class Derived:
     """A running-error bound: `bound(*inputs)` gives, in float64, the largest error of each element.
 
-    `inputs` are those of the reference, in its order. An output that overflows counts as the number after the largest,
-    to which it would be rounded if there were one. Where the bound is infinite, outside of its domain, nothing is
-    promised. With `axes`, it bounds the norm of the error along so many of the
-    last axes, such as those of a token's vector, and has the others. `expected(*inputs)`, where there is a model of
-    roundings, gives the root mean square that is to be expected in the place of each bound: no promise.
+    `inputs` are those of the reference, in its order. An output that overflows counts as the number after the largest
+    one, to which it would be rounded if that number existed. The bound is infinite outside of its domain, and promises
+    nothing there. With `axes`, the bound is on the norm of the error along that many last axes, such as those of a
+    token's vector, and its own axes are the remaining ones. Where there is a model of the roundings,
+    `expected(*inputs)` gives, for each bound, the expected root mean square of the error. It is no promise.
     """
 
     formula: str
@@ -107,7 +110,7 @@ class Derived:
         return float(error.norm()) / expected if expected else None
 
     def figures(self, *inputs: Tensor | None) -> Figures:
-        """The norm of the bound, and of the expected error, for inputs of the reference in any floating type."""
+        """The norm of the bound and that of the expected error, for the reference's inputs in any floating type."""
         wide = [x.double() if x is not None and x.is_floating_point() else x for x in inputs]
         with torch.no_grad():
             expected = None if self.expected is None else float(self.expected(*wide).norm())
@@ -121,8 +124,8 @@ class Derived:
 class Empirical:
     """A ceiling on ‖output − exact‖ / ‖exact‖, recorded on named cases.
 
-    With a `floor`, results whose elements are smaller than that are measured as if all of them were as large: for types
-    that lose digits there.
+    With a `floor`, the norm of the exact result counts at least as much as if all of its elements were that large. It
+    is for types that lose digits below it.
     """
 
     ceiling: float
@@ -146,19 +149,20 @@ ErrorStatement = Enumerated | Derived | Empirical
 
 @dataclass(frozen=True)
 class Guarantee:
-    """What one output of one plan promises. A flag that is not set is not promised.
+    """What one output of one plan promises. A flag that is not set promises nothing.
 
     Attributes:
         repeatable: same inputs, same device, same bits; on the CPU with the same number of threads.
-        batch_invariant: the item (an element, a row, a token) whose bits do not depend on what
-            shares its batch, on its alignment or on its strides; empty when not promised.
-        prefix_invariant: bits at a position depend on that position and earlier ones alone.
+        batch_invariant: the item (an element, a row, a token) whose bits do not depend on the rest of its batch, on its
+            alignment or on its strides; empty when not promised.
+        prefix_invariant: the bits at a position depend only on that position and earlier ones.
         device_invariant: IEEE operations in an order fixed by the indices: the same bits everywhere.
-        accumulator: the type the arithmetic runs in.
-        roundings: roundings to the storage type between input and output.
+        accumulator: the type of the arithmetic.
+        roundings: the number of roundings to the storage type between input and output.
         error: how far the output may be from the exact result.
-        recorded: what it is on the op's cases; no promise for other inputs, and None where that says nothing more.
-        domain: the inputs all of this holds for.
+        recorded: a ceiling on the error on the op's cases; no promise for other inputs. None where it would say no more
+            than `error`.
+        domain: the inputs for which all of this holds.
         special_values: what infinities, NaN and signed zeros give.
         out_of_range: what an index out of range gives, for ops that take indices.
         ties: how equal candidates are ordered, for ops that select.
@@ -215,9 +219,9 @@ def overflow_threshold(dtype: torch.dtype) -> float:
 
 
 def absolute_error(output: Tensor, exact: Tensor) -> Tensor:
-    """|output − exact| in float64, where agreement on NaN and on infinity counts as no error.
+    """|output − exact| in float64. Equal infinities, and NaN in both, count as no error.
 
-    A finite exact value past the overflow threshold of the output's type is right as infinity.
+    Infinity is right where the exact value is past the overflow threshold of the output's type.
     """
     got, exact = output.double(), exact.double()
     expected = torch.where(exact.abs() >= overflow_threshold(output.dtype), exact.sign() * float("inf"), exact)
@@ -226,7 +230,7 @@ def absolute_error(output: Tensor, exact: Tensor) -> Tensor:
 
 
 def rounding_error(output: Tensor, exact: Tensor) -> Tensor:
-    """As `absolute_error`, where an infinite output for a finite result counts as the number after the largest."""
+    """`absolute_error`, except that an infinite output for a finite result counts as the number after the largest."""
     _, exponent = math.frexp(torch.finfo(output.dtype).max)
     error = absolute_error(output, exact)
     # Halves, because in float64 the number after the largest is infinite.

@@ -37,18 +37,19 @@ if TYPE_CHECKING:
     from adjoint.core.plan import Call, Candidate
 
 Execute = Callable[[tuple[Any, ...], tuple[Tensor, ...], Tensor | None], tuple[Tensor, ...] | None]
-"""Computes a plan's outputs: `(arguments, outputs, workspace)`; a workspace of None is allocated.
+"""Computes a plan's outputs from `(arguments, outputs, workspace)`. Where the workspace is None, it allocates one.
 
-Where the outputs' sizes are results, `outputs` is empty and they are returned: see `Candidate.returns_outputs`.
+Where the sizes of the outputs are results, `outputs` is empty and the outputs are returned: see
+`Candidate.returns_outputs`.
 """
 
 
 def imported(path: str, **keywords: Any) -> Callable[["Setup"], Execute]:
-    """A setup in a module that imports Triton, which is imported on first use: "adjoint.ops.norm.kernels:forward".
+    """A setup function from a module that imports Triton. The module is imported on first use.
 
     Args:
-        path: the module, a colon, and the function.
-        keywords: what the function takes besides the `Setup`.
+        path: the module, a colon, and the function: "adjoint.ops.norm.kernels:forward".
+        keywords: the function's arguments besides the `Setup`.
     """
     module, _, function = path.partition(":")
     return lambda setup: getattr(import_module(module), function)(setup, **keywords)
@@ -72,12 +73,12 @@ class Launch:
 
     @property
     def has_twin(self) -> bool:
-        """Whether alignment makes another variant of the kernel."""
+        """Whether the kernel has separate variants for aligned and unaligned memory."""
         return any(parameter.multiple == "aligned" for parameter in self.kernel.types.values())
 
     @property
     def variant(self) -> Variant:
-        """What has to be compiled; described once, however many plans bind it."""
+        """The variant to compile. It is described once, however many plans bind it."""
         key = (self.aligned, self.num_warps, self.num_stages, *self.settings.items())
         described = self.kernel.variants.get(key)
         if described is None:
@@ -97,11 +98,11 @@ class Launch:
         )
 
     def prepare(self) -> None:
-        """Compiles, unless that was done."""
+        """Compiles the kernel, unless that was done."""
         self.launch = self.kernel.by_name(self.variant.prepare(self.setup.device))
 
     def _launch_first(self, grid: tuple[int, ...], **arguments: Any) -> None:
-        if self.setup.overrides:  # a schedule of its own, as `verify` and tuning make them: only what is launched
+        if self.setup.overrides:  # `verify` and tuning try many schedules: compile only the kernels that are launched
             self.prepare()
         else:
             self.setup.prepare()
@@ -110,7 +111,7 @@ class Launch:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """How many a device has. Triton's interpreter, which runs one program after the other, is one."""
+    """The number of multiprocessors of a device; 1 for Triton's interpreter, which runs one program at a time."""
     return 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -118,12 +119,12 @@ class Setup:
     """Binds the kernels of a plan and divides its workspace.
 
     Attributes:
-        problem: what the plan is for.
-        device: where it runs.
-        target: the architecture, as kernels are built for it: "sm_90", "gfx942", "cpu" for Triton's interpreter.
+        problem: the plan's problem.
+        device: the device that the plan runs on.
+        target: the architecture that kernels are built for: "sm_90", "gfx942", or "cpu" for Triton's interpreter.
         schedule: the parameters that change no bit.
-        overrides: whether the schedule is another than the reviewed one.
-        launches: what was bound.
+        overrides: whether the schedule differs from the reviewed one.
+        launches: the kernels bound so far, with their constants.
         plan_numeric: the parameters that change bits and belong to no kernel.
         regions: the workspace.
     """
@@ -173,7 +174,7 @@ class Setup:
         return bound
 
     def either(self, kernel: Kernel, **settings: Any) -> dict[bool, Launch]:
-        """Both variants of a kernel, by whether the parameters of `...If16` types are multiples of 16."""
+        """Binds both variants of a kernel, by whether the parameters of `...If16` types are multiples of 16."""
         return {aligned: self.kernel(kernel, aligned=aligned, **settings) for aligned in (True, False)}
 
     def scratch(self, **regions: tuple[torch.dtype, int]) -> None:
@@ -184,12 +185,12 @@ class Setup:
         """Adds a region for each tensor that the problem's layout names as copied; `Memory.contiguous` copies it.
 
         Args:
-            tensors: the dtype and the number of elements of every tensor that may be.
+            tensors: the dtype and the number of elements of every tensor that may be copied.
         """
         self.scratch(**{f"copy_of_{name}": tensors[name] for name in copied_names(self.problem.layout)})
 
     def memory(self, workspace: Tensor | None) -> Memory:
-        """The regions of a workspace as kernels take them; one is allocated where there is none."""
+        """The regions of a workspace as kernels take them. Where `workspace` is None, one is allocated."""
         return self.regions.divide(workspace, self.device)
 
     def add_numeric(self, **parameters: Any) -> None:
@@ -197,7 +198,7 @@ class Setup:
         self.plan_numeric |= parameters
 
     def prepare(self) -> None:
-        """Compiles everything that was bound."""
+        """Compiles all kernels that were bound."""
         if any("status_word" in launch.kernel.types for launch in self.launches):
             status_word(self.device)
         for launch in self.launches:
@@ -235,16 +236,16 @@ _of_thread = threading.local()
 def run_concurrently(
     device: torch.device, first: Callable[[], Any], *others: Callable[[], Any], worthwhile: bool
 ) -> None:
-    """Launches pieces of work that do not depend on each other; what follows waits for all.
+    """Launches pieces of work that do not depend on each other. Later work waits for all of them.
 
-    On a GPU, where that is worthwhile, each of the others goes to a stream of its own, as no piece fills the card. They
-    are launched in their order, so the first is placed first, and joined even when one raises, so memory of the current
-    stream may be used freely. Graphs capture it.
+    No piece fills the GPU. So on a GPU, where it is worthwhile, each piece but the first gets a stream of its own. The
+    pieces are launched in their order, so the GPU places the first one first. The streams are joined even when a piece
+    raises, so the pieces may use memory of the current stream freely. CUDA graphs capture all of this.
 
     Args:
-        device: where all run.
-        first, others: launch on the current stream.
-        worthwhile: whether the work is long enough for what further streams cost the host.
+        device: the device of all pieces.
+        first, others: functions that launch on the current stream.
+        worthwhile: whether the work takes long enough to outweigh what further streams cost the host.
     """
     if device.type != "cuda" or not worthwhile or not others:
         for launch in (first, *others):
@@ -264,7 +265,7 @@ def run_concurrently(
 
 
 def _side_stream(device: torch.device, number: int) -> torch.cuda.Stream:
-    """This thread's streams of a device, beside the one that it launches on."""
+    """One of this thread's further streams of a device, beside the one that it launches on."""
     streams: dict[tuple[int, int], torch.cuda.Stream] = _of_thread.__dict__.setdefault("streams", {})
     index = torch.cuda.current_device() if device.index is None else device.index
     if (index, number) not in streams:
@@ -273,9 +274,10 @@ def _side_stream(device: torch.device, number: int) -> torch.cuda.Stream:
 
 
 def refuse_capture(device: torch.device, what: str, advice: str) -> None:
-    """For what waits for the device: raises `Unsupported` while a CUDA graph is recorded.
+    """Raises `Unsupported` while a CUDA graph is recorded, for work that waits for the device.
 
-    Torch would, but from somewhere inside, after which its random generators on the device cannot be used.
+    Torch would raise as well, but in the middle of the work, and its random generators on the device could not be used
+    after that.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise Unsupported(f"{what} waits for the device, so a CUDA graph cannot record it; {advice}")
@@ -285,10 +287,12 @@ def refuse_capture(device: torch.device, what: str, advice: str) -> None:
 
 
 def setups(call: "Call", target: str, plan: str = "") -> Iterator[Setup]:
-    """The setups of the plans that a call on meta tensors may have on a GPU that need not be there, in both directions.
+    """The setups of the plans that a call on meta tensors may have on a GPU that need not be present, in both
+    directions.
 
-    Plans are those that accept the problem and are for the target, or the one of a name among them, each under the
-    schedule of a GPU nobody tuned; for the architecture that kernels are tuned on, under that of the tuned GPU too.
+    These are the plans that accept the problem and are for the target; with `plan`, only the one with that name. Each
+    has a setup under the target's own schedule. For the architecture on which kernels are tuned, each has another one
+    under the schedule of the tuned GPU.
     """
     for operator, problem in call.problems(torch.device(TARGETS[target][0])):
         for candidate in operator.candidates():
@@ -299,7 +303,7 @@ def setups(call: "Call", target: str, plan: str = "") -> Iterator[Setup]:
 
 
 def set_up(candidate: "Candidate", problem: Problem, target: str, gpu: str = "") -> Setup:
-    """The setup of a candidate for a problem on a GPU that need not be there, under the schedule of its name."""
+    """The setup of a candidate for a problem on a GPU that need not be present, under the schedule of that GPU."""
     assert candidate.setup is not None
     setup = Setup(problem, candidate.schedule_on(problem, gpu, target), target)
     candidate.setup(setup)
@@ -307,12 +311,12 @@ def set_up(candidate: "Candidate", problem: Problem, target: str, gpu: str = "")
 
 
 def variants(call: "Call", target: str, plan: str = "", unaligned: bool = True) -> Iterator[tuple[str, Variant]]:
-    """What a call on meta tensors may launch on a GPU that need not be there: names and variants.
+    """Names and variants of the kernels that a call on meta tensors may launch on a GPU that need not be present.
 
     Args:
-        plan: the name of the one plan that is meant; all by default. See `setups`.
-        unaligned: whether variants for memory that begins at no multiple of 16 bytes are among them, where a kernel has
-            others for memory that does.
+        plan: the name of one plan; by default all plans. See `setups`.
+        unaligned: whether to include the variants for unaligned memory of kernels that also have variants for memory
+            that begins at multiples of 16 bytes.
     """
     for setup in setups(call, target, plan):
         for launch in setup.launches:
@@ -321,7 +325,7 @@ def variants(call: "Call", target: str, plan: str = "", unaligned: bool = True) 
 
 
 def _words(variant: Variant) -> str:
-    types = "".join(text for _, text in variant.types if text.startswith("*"))  # all: which has which type counts
+    types = "".join(text for _, text in variant.types if text.startswith("*"))  # in order, one for each pointer
     constants = ",".join(f"{name}={value}" for name, value in variant.constants)
     shape = f"warps={variant.num_warps},stages={variant.num_stages},multiples={len(variant.aligned)}"
     return f"{variant.kernel} {types} {constants} {shape}"

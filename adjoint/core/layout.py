@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def to_meta(value: Any) -> Any:
-    """A tensor without its memory, of the same sizes, strides and dtype; what is no tensor stays as it is."""
+    """A meta tensor of the same sizes, strides and dtype as a tensor; a value that is no tensor stays as it is."""
     return value.to("meta") if isinstance(value, Tensor) else value
 
 
 class Axes(NamedTuple):
-    """The fewest axes that reach every element of all tensors: `sizes`, and each tensor's strides by axis."""
+    """The fewest axes that reach every element of all tensors: their `sizes`, and each tensor's strides along them."""
 
     sizes: tuple[int, ...]
     strides: tuple[tuple[int, ...], ...]
@@ -21,8 +21,8 @@ class Axes(NamedTuple):
 def coalesce(tensors: Sequence[Tensor]) -> Axes:
     """Merges the axes of tensors of equal shape wherever every tensor allows it.
 
-    Axes of size 1 vanish; the rest are ordered by the last tensor's strides, largest first, so
-    tensors that share a permutation are like contiguous ones. At least one axis remains.
+    Axes of size 1 vanish. The others are ordered by the last tensor's strides, largest first, so tensors that share a
+    permutation of their axes give the same result as contiguous ones. At least one axis remains.
 
     >>> import torch
     >>> x = torch.empty(3, 4, 10)
@@ -50,7 +50,7 @@ def coalesce(tensors: Sequence[Tensor]) -> Axes:
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two indices of a tensor may share memory, as after `expand`. Never says no wrongly."""
+    """Whether two indices of a tensor may share memory, as after `expand`. "No" is always right; "yes" may be wrong."""
     reach = 0
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
         if size > 1:
@@ -61,16 +61,18 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 
 def begins_as_allocated(tensor: Tensor) -> bool:
-    """Whether a tensor is contiguous and begins as torch's memory on the CPU does, at a multiple of 64 bytes. A
-    library's product looks at where its result begins, and takes another order of sums by it."""
+    """Whether a tensor is contiguous and begins at a multiple of 64 bytes, as memory that torch allocates on the CPU.
+
+    The order of the sums in a library's product may depend on where its result begins.
+    """
     return tensor.is_contiguous() and tensor.data_ptr() % 64 == 0
 
 
 def share_memory(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors, neither of which overlaps itself, may have an element in common.
 
-    Two halves of one packed tensor have address ranges that meet, and no element in common: tensors
-    with equal strides are compared exactly, others by their ranges.
+    Two halves of one packed tensor have overlapping address ranges but no element in common. So tensors with equal
+    strides are compared exactly, and others by their ranges.
     """
     if first.numel() == 0 or second.numel() == 0 or first.device != second.device:
         return False
@@ -91,14 +93,14 @@ def _range(tensor: Tensor) -> tuple[int, int]:
 
 
 def _reachable(distance: int, first: Tensor, second: Tensor) -> bool:
-    """Whether an element of the first tensor lies where one of the second does, which begins `distance` elements later.
+    """Whether two tensors have an element in common, if the second begins `distance` elements behind the first.
 
-    Both have the same strides. Of tensors that do not overlap themselves few steps along an axis are in reach of the
-    inner ones.
+    Both have the same strides. Neither overlaps itself, so along each axis there are only few steps to try: those whose
+    rest the inner axes can reach.
     """
     sizes = zip(first.stride(), first.shape, second.shape, strict=True)
     axes = sorted(((stride, a, b) for stride, a, b in sizes if stride and max(a, b) > 1), reverse=True)
-    reaches = [(0, 0)]  # of each tensor along the inner axes
+    reaches = [(0, 0)]  # how far each tensor reaches along the inner axes
     for stride, own, other in reversed(axes):
         ahead, behind = reaches[0]
         reaches.insert(0, (ahead + (own - 1) * stride, behind + (other - 1) * stride))
@@ -115,10 +117,11 @@ def _reachable(distance: int, first: Tensor, second: Tensor) -> bool:
 
 
 def leading_axes(tensor: Tensor) -> tuple[int, int, int] | None:
-    """All axes but the last in order, as (inner, outer stride, inner stride).
+    """All axes but the last, merged to at most two: (inner size, outer stride, inner stride).
 
-    Item n lies at (n // inner)·outer + (n % inner)·inner stride. None where two axes are not enough, and where the
-    outer of two has the stride 0, as after `expand`: an outer stride of 0 says that there is one axis.
+    Item n lies at (n // inner size)·outer stride + (n % inner size)·inner stride. An outer stride of 0 says that there
+    is only one axis. The result is None where two axes are not enough. It is also None where the outer of two axes has
+    the stride 0, as after `expand`.
 
     >>> import torch
     >>> leading_axes(torch.empty(3, 4, 10))
@@ -148,9 +151,9 @@ def leading_axes(tensor: Tensor) -> tuple[int, int, int] | None:
 
 
 class Rows(NamedTuple):
-    """A tensor as kernels read it: row n, of adjacent elements, begins at (n // inner)·outer + (n % inner)·step.
+    """A tensor as kernels read it, as rows of adjacent elements: row n begins at (n // inner)·outer + (n % inner)·step.
 
-    Contiguous tensors need none of the three.
+    A contiguous tensor needs none of the three numbers.
     """
 
     tensor: Tensor
@@ -171,7 +174,7 @@ class Rows(NamedTuple):
 
 
 def lies_as_rows(tensor: Tensor) -> bool:
-    """Whether kernels can read a tensor where it lies: rows of adjacent elements, along at most two axes."""
+    """Whether kernels can read a tensor in place: it has rows of adjacent elements, along at most two axes."""
     if tensor.is_contiguous():
         return True
     adjacent = tensor.dim() == 0 or tensor.shape[-1] == 1 or tensor.stride(-1) == 1

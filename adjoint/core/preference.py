@@ -23,22 +23,22 @@ from adjoint.core.errors import ArgumentError
 BACKENDS = ("triton", "eager")
 
 OTHERWISE = "|"
-"""Between what is asked for and what will do where no plan meets it."""
+"""The separator between a request and the alternative for problems of which no plan meets the request."""
 
 
 @dataclass(frozen=True)
 class Preference:
-    """A request that narrows the choice of plans. A field left alone asks for nothing.
+    """A request that narrows the choice of plans. A field with its default value asks for nothing.
 
-    An explicit request never falls back in silence: when no plan meets it, the call raises
-    `Unsupported` and lists every candidate with its reason.
+    An explicit request never falls back in silence: when no plan meets it, the call raises `Unsupported` and lists
+    every candidate with its reason.
 
     Attributes:
         backend: "triton" or "eager".
-        plan: the name of one plan, as `adjoint.plan(...)` prints it, for forward and backward alike: an
-            upstream gradient it cannot read is then an error, where `backend` leaves a choice. Where the
-            directions have different plans, their names joined by "+": each takes the first that is one
-            of its own candidates, and none is an error.
+        plan: the name of one plan, as `adjoint.plan(...)` prints it, for forward and backward alike. An upstream
+            gradient that this plan cannot read is then an error, whereas `backend` leaves a choice. Where the
+            directions have plans of different names, join the names with "+". Each direction takes the first name that
+            is one of its own candidates; it is an error if there is none.
         repeatable: every output must promise the same bits on every run.
         batch_invariant: every output must promise bits that do not depend on the rest of the batch.
         device_invariant: every output must promise the same bits on every device.
@@ -90,7 +90,7 @@ def _fields(preference: Preference) -> dict[str, Any]:
 
 @lru_cache(maxsize=1024)
 def parse(text: str) -> Preference:
-    """The preference a string stands for; the inverse of `Preference.text`."""
+    """The preference of a string; the inverse of `Preference.text`."""
     values: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
         name, equals, value = part.partition("=")
@@ -106,20 +106,21 @@ def _merge(outer: str, inner: str) -> str:
 
 
 def merge(outer: str, inner: str) -> str:
-    """`inner` on top of `outer`: what it asks for replaces, what it leaves alone is kept."""
+    """Merges two requests: the fields that `inner` sets replace those of `outer`, and the others stay."""
     return _merge(outer, inner)
 
 
 def _deterministic(text: str) -> str:
-    """A request under `torch.use_deterministic_algorithms`: repeatable, and with `warn_only` the request as it was."""
+    """Adds `repeatable` to a request. Under `warn_only`, the original request becomes the alternative."""
     repeatable = _merge(text, "repeatable")
     if repeatable == text or not torch.is_deterministic_algorithms_warn_only_enabled():
         return repeatable
     return f"{repeatable}{OTHERWISE}{text}"
 
 
-# What torch.compiler.assume_constant_result does, without its import of the whole compiler: a pure function of strings
-# may be called while tracing, and so may one that reads torch's flags, which every compiled graph guards on.
+# torch.compiler.assume_constant_result does the same, but imports the whole compiler. The compiler may call these
+# functions while tracing: the first is a pure function of strings, and the second also reads torch's flags, on which
+# every compiled graph has a guard.
 merge._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _deterministic._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
@@ -135,7 +136,7 @@ _ambient = _Ambient()
 class prefer:
     """Sets the preference for the calls inside a block, on this thread. Blocks nest.
 
-    One object serves one block at a time; asyncio tasks of one thread share what is set.
+    One object serves one block at a time. The asyncio tasks of one thread share its preference.
 
     >>> with prefer(backend="eager"):
     ...     with prefer(repeatable=True):
@@ -166,10 +167,10 @@ class prefer:
 
 
 def resolve(preference: Preference | None) -> str:
-    """The string a call hands to its operators: its own preference over the ambient one.
+    """The string that a call passes to its operators: its own preference merged over the ambient one.
 
-    `torch.use_deterministic_algorithms(True)` asks for repeatable plans; with `warn_only=True` a call that has none
-    warns and takes another.
+    `torch.use_deterministic_algorithms(True)` asks for repeatable plans. With `warn_only=True`, a call that has no
+    repeatable plan warns and takes another one.
     """
     text = _ambient.text
     if preference is not None:

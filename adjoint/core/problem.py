@@ -8,11 +8,11 @@ from adjoint.core.kernels import architecture
 
 
 class Problem(NamedTuple):
-    """What a choice of plan may depend on. Hashable, cheap to build, and nothing else is looked at.
+    """All facts on which a choice of plan may depend. It is hashable and cheap to build.
 
-    `sizes` holds only sizes the choice or the workspace depends on: an op whose plans fit every size
-    leaves it empty. `options` are the operator's arguments after its tensors. `target` is the architecture of a GPU
-    that need not be there; empty for the device itself.
+    `sizes` has only the sizes on which the choice or the workspace depends: an op whose plans fit every size leaves it
+    empty. `options` are the operator's arguments behind its tensors. `target` is the architecture of a GPU that need
+    not be present; it is empty for a problem on the device itself.
     """
 
     op: str
@@ -25,7 +25,7 @@ class Problem(NamedTuple):
 
     @property
     def architecture(self) -> str:
-        """What kernels are built for: "sm_90", "gfx942", or the type of a device that has none."""
+        """The architecture that kernels are built for: "sm_90", "gfx942"; the device type where there is none."""
         return self.target or architecture(self.device)
 
     def __str__(self) -> str:
@@ -34,7 +34,7 @@ class Problem(NamedTuple):
         return ", ".join(parts + [f"options {self.options}"] * bool(self.options))
 
     def differences(self, other: "Problem") -> list[str]:
-        """Each field in which another problem differs, in words."""
+        """Sentences that name each field in which another problem differs."""
         return [
             f"{name} is {_words(theirs)}, the plan was made for {_words(ours)}"
             for name, ours, theirs in zip(self._fields, self, other, strict=True)
@@ -59,7 +59,7 @@ class Sku(NamedTuple):
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type that values of a dtype are computed in."""
+    """The type in which values of a dtype are computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

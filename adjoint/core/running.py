@@ -14,24 +14,27 @@ from torch import Tensor
 from adjoint.core.guarantee import spacing
 
 NOISE = 2.0**-50
-"""What the evaluation of a bound, in float64, may lose of it."""
+"""The share of a bound that its evaluation in float64 may lose."""
 
 
 class Arithmetic(NamedTuple):
-    """What operations round to, u, and what they may lose where they underflow."""
+    """The unit roundoff u of operations, and the largest error that underflow may add."""
 
     unit: float
     tiny: float
 
     @staticmethod
     def of(computed: torch.dtype, storage: torch.dtype) -> "Arithmetic":
-        """Of a type that results of another are computed in. The exact results of float64 round as much as it does."""
+        """The arithmetic of the type in which results of a storage type are computed.
+
+        For float64 u is doubled, because the exact results are in float64 too and round as much.
+        """
         info = torch.finfo(computed)
         return Arithmetic(info.eps / (1 if storage == torch.float64 else 2), info.smallest_normal)
 
 
 class Running:
-    """Numbers, and how far what is computed in their place may be from them."""
+    """Exact numbers, and how far the computed numbers may be from them."""
 
     def __init__(self, arithmetic: Arithmetic, exact: Tensor, error: Tensor | None = None) -> None:
         self.arithmetic, self.exact = arithmetic, exact
@@ -39,11 +42,11 @@ class Running:
 
     @property
     def size(self) -> Tensor:
-        """The largest that may be computed in their place."""
+        """The largest magnitudes that the computed numbers may have."""
         return self.exact.abs() + self.error
 
     def _rounded(self, exact: Tensor, error: Tensor, terms: Tensor | None = None, operations: float = 1) -> "Running":
-        """A result whose terms' sizes go through so many roundings; by default the result itself, through one."""
+        """A result with the error of `operations` further roundings of `terms`; by default, of the result itself."""
         u, tiny = self.arithmetic
         share = operations * u / (1 - operations * u) + NOISE
         size = exact.abs() + error if terms is None else terms
@@ -63,7 +66,7 @@ class Running:
             return self._rounded(self.exact * other, self.error * abs(other))
         error = self.exact.abs() * other.error + self.error * other.size
         product = self._rounded(self.exact * other.exact, error)
-        # What underflowed in one factor is multiplied by the other.
+        # An underflow in one factor is multiplied by the other factor.
         product.error = product.error + self.arithmetic.tiny * (self.size + other.size)
         return product
 
@@ -79,7 +82,7 @@ class Running:
         return self._rounded(exact, error, size, self.exact.shape[axis])
 
     def exp(self, roundings: int = 8) -> "Running":
-        """e^x: an error of x is one of the result, of itself; the function rounds the product of x with log₂e, too."""
+        """e^x. An absolute error of x is a relative error of the result; the product of x with log₂e is rounded too."""
         exact = self.exact.exp()
         u, tiny = self.arithmetic
         far = self.exact.abs().nan_to_num(posinf=0.0)
@@ -87,7 +90,7 @@ class Running:
         return Running(self.arithmetic, exact, error + tiny)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Running":
-        """What only moves numbers, or sets some of them to 0."""
+        """Applies a function that only moves numbers or sets some of them to 0."""
         return Running(self.arithmetic, function(self.exact), function(self.error))
 
     @property
@@ -95,7 +98,7 @@ class Running:
         return self.map(lambda x: x.mT)
 
     def stored(self, computed: torch.dtype, kind: torch.dtype) -> Tensor:
-        """The bound once the numbers are rounded to a type. torch rounds float64 to 16 bits by way of float32."""
+        """The bound after the numbers are rounded to `kind`. Torch rounds float64 to 16-bit types through float32."""
         if kind == computed:
             return self.error
         error = self.error

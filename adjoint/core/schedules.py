@@ -13,8 +13,8 @@ from adjoint.core.kernels import architecture
 class Schedules:
     """Schedule parameters by kernel and GPU, from the reviewed JSON beside a family's kernels.
 
-    The file maps a GPU's name, its architecture ("sm_90"), "interpreter" (few, large programs), or "default" for a GPU
-    nobody tuned, to parameters by kernel; in their place may stand the name of another that has the same.
+    A key of the file is the name of a GPU, an architecture ("sm_90"), "interpreter" (few, large programs), or "default"
+    for GPUs that nobody tuned. A value has the parameters by kernel, or is another key that has the same parameters.
     """
 
     def __init__(self, path: Path) -> None:
@@ -26,7 +26,7 @@ class Schedules:
         return {name: table[entries] if isinstance(entries, str) else entries for name, entries in table.items()}
 
     def lookup(self, kernel: str, device: torch.device | None = None) -> dict[str, int]:
-        """The parameters of a kernel on a device; without one, those of a GPU nobody tuned."""
+        """The parameters of a kernel on a device; without a device, the default."""
         if device is not None and device.type == "cpu":
             return self.named(kernel, "interpreter")
         if device is not None and torch.cuda.is_available():
@@ -34,6 +34,6 @@ class Schedules:
         return self.named(kernel)
 
     def named(self, kernel: str, *names: str) -> dict[str, int]:
-        """The parameters of a kernel under the first of some names that has them, or else by default."""
+        """The parameters of a kernel under the first of these names that has them, or else the default."""
         chosen = next((name for name in names if kernel in self._by_gpu.get(name, {})), "default")
         return dict(self._by_gpu[chosen][kernel])

@@ -13,7 +13,7 @@ _ALIGNMENT = 256
 class Memory(dict[str, Any]):
     """The regions of one workspace as kernels take them, by name: addresses on a GPU, else tensors.
 
-    Keeps the workspace: its memory must not go to anyone else before the last kernel is launched.
+    It keeps a reference to the workspace, because nobody else may get this memory before the last kernel is launched.
     """
 
     __slots__ = ("regions", "workspace")
@@ -28,7 +28,7 @@ class Memory(dict[str, Any]):
         return self.regions.tensor(self.workspace, name)
 
     def part(self, name: str, first: int) -> Any:
-        """One region as a kernel takes it, from an element on."""
+        """One region as a kernel takes it, from the element `first` on."""
         start = self[name]
         return start[first:] if isinstance(start, Tensor) else start + first * self.regions.itemsize(name)
 
@@ -44,7 +44,7 @@ class Memory(dict[str, Any]):
 
 
 class Regions:
-    """Named regions of a workspace, each a number of elements of a dtype, every one aligned.
+    """Named regions of a workspace, each of a number of elements of a dtype. Every region is aligned.
 
     >>> regions = Regions(keys=(torch.int32, 10), sums=(torch.float32, 3))
     >>> regions.bytes
@@ -58,7 +58,7 @@ class Regions:
         self.add(**regions)
 
     def add(self, **regions: tuple[torch.dtype, int]) -> None:
-        """Adds regions behind those that are there; one without elements takes no memory."""
+        """Adds regions behind the others. A region without elements takes no memory."""
         for name, (dtype, count) in regions.items():
             if name in self._regions:
                 raise ValueError(f"the workspace has a region {name} already")
@@ -90,7 +90,7 @@ class Regions:
         return {name: self.tensor(workspace, name) for name in self._regions}
 
     def divide(self, workspace: Tensor | None, device: torch.device) -> Memory:
-        """The regions of a workspace, which is kept with them; where there is none, one is allocated."""
+        """The regions of a workspace, together with the workspace. Where it is None, one is allocated."""
         if not self._end:
             return _NOTHING
         return Memory(self, self.allocate(device) if workspace is None else workspace)
@@ -100,7 +100,7 @@ class Regions:
         return torch.empty(self.bytes, dtype=torch.uint8, device=device)
 
     def pointers(self, workspace: Tensor) -> dict[str, Any]:
-        """The regions as a kernel takes them: addresses on a GPU, which cost the host nothing, else tensors."""
+        """The regions as a kernel takes them: on a GPU addresses, which cost the host nothing, elsewhere tensors."""
         if not workspace.is_cuda:
             return dict(self.tensors(workspace))
         base = -(-workspace.data_ptr() // _ALIGNMENT) * _ALIGNMENT

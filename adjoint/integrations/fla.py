@@ -34,7 +34,7 @@ _OF_THE_CALLER = frozenset(
         "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids", "is_causal", "seq_idx",
     )
 )  # fmt: skip
-"""Keywords that transformers hands from layer to layer: they say nothing about the rule, and FLA ignores them."""
+"""Keywords that transformers passes from layer to layer. They do not concern the rule, and FLA ignores them."""
 
 
 def chunk_gated_delta_rule(
@@ -58,12 +58,12 @@ def chunk_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """Outputs [B, T, HV, V], and final states [N, HV, K, V] or None, for whole sequences.
 
-    `cu_seqlens_cpu` and `chunk_indices`, which repeat what `cu_seqlens` says, are not needed.
+    `cu_seqlens_cpu` and `chunk_indices` repeat the facts in `cu_seqlens`, and are not needed.
 
     Args:
-        kwargs: `use_gate_in_kernel`, `A_log` and `dt_bias`, for a g that is the gate's raw input, which
-            `adjoint.gated_delta.gate` takes, with its gradients; `chunk_size`, which must be 64;
-            `transpose_state_layout`, an older name of `state_v_first`; `head_first`, which must be False.
+        kwargs: `use_gate_in_kernel`, `A_log` and `dt_bias`, if g is the gate's raw input, from which
+            `adjoint.gated_delta.gate` computes the gate and its gradients; `chunk_size`, which must be 64;
+            `transpose_state_layout`, an older name of `state_v_first`; and `head_first`, which must be False.
     """
     op = "chunk_gated_delta_rule"
     _require_tensors(op, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
@@ -109,9 +109,10 @@ def fused_recurrent_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Outputs [B, T, HV, V], and final states [N, HV, K, V] or None: a step of decoding where that is what it is.
+    """Outputs [B, T, HV, V], and final states [N, HV, K, V] or None.
 
-    Up to 16 tokens of each row go one after the other; longer and packed sequences go by chunks.
+    Up to 16 tokens of each row are computed one after the other, as a step of decoding. Longer and packed sequences are
+    computed by chunks.
     """
     op = "fused_recurrent_gated_delta_rule"
     _require_tensors(op, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
@@ -142,7 +143,7 @@ fused_recurrent_gdn = fused_recurrent_gated_delta_rule
 
 
 def _require_tensors(op: str, **arguments: Tensor | None) -> None:
-    """Floating tensors, of which g, beta and the initial state may be absent."""
+    """Requires floating tensors. g, beta and the initial state may be absent."""
     for name, value in arguments.items():
         if value is not None or name in ("q", "k", "v"):
             require_floating(op, name, value)  # type: ignore[arg-type]
@@ -163,7 +164,7 @@ def _refuse(op: str, kwargs: dict[str, Any]) -> None:
 
 
 def _layout(op: str, state_v_first: bool, kwargs: dict[str, Any]) -> bool:
-    """Whether states are [V, K]; under its older name as well, but not under both."""
+    """Whether states are [V, K]. The option may have its older name, but not both names."""
     if "transpose_state_layout" not in kwargs:
         return bool(state_v_first)
     if state_v_first:
@@ -183,9 +184,9 @@ def _gates(
     logits: bool,
     doubled: bool,
 ) -> tuple[Tensor, Tensor]:
-    """g as it is, 0 where it is None, or −e^{A_log}·softplus(g + dt_bias); beta as it is, 1, σ(beta) or 2·σ(beta).
+    """g itself, 0 if it is None, or −e^{A_log}·softplus(g + dt_bias); and beta itself, 1, σ(beta) or 2·σ(beta).
 
-    A_log and dt_bias beside a g that is not raw say nothing, here as in FLA.
+    If g is not raw, A_log and dt_bias have no effect, as in FLA.
     """
     if doubled and not logits:
         raise ArgumentError(f"{op}: allow_neg_eigval=True goes with use_beta_sigmoid_in_kernel=True")
@@ -216,18 +217,18 @@ def _needed(op: str, keyword: str, name: str, value: Tensor | None) -> Tensor:
 
 
 def _in_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """In the one dtype that holds the values of all."""
+    """Converts tensors to the one dtype that can represent the values of all."""
     common = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
     return q.to(common), k.to(common), v.to(common)
 
 
 def _as_before(o: Tensor, q: Tensor, dtype: torch.dtype) -> Tensor:
-    """Outputs in a dtype that an input had before q got one with the others; autocast's is left alone."""
+    """Converts outputs to the dtype that an input had before the inputs got a common one; autocast's dtype stays."""
     return o.to(dtype) if q.dtype != dtype else o
 
 
 def _as_gate(x: Tensor, q: Tensor) -> Tensor:
-    """In the dtype of q, or float32: no digit is lost."""
+    """Converts a tensor to the dtype of q or to float32, so that no digit is lost."""
     return x if x.dtype in (q.dtype, torch.float32) else x.to(torch.promote_types(torch.float32, q.dtype))
 
 

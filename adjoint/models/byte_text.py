@@ -1,4 +1,4 @@
-"""Text as its bytes: a vocabulary of 256, and the tokenizer.json by which the package tokenizers does the same."""
+"""Text as its bytes: a vocabulary of 256, and a tokenizer.json with which the package tokenizers does the same."""
 
 import codecs
 import json
@@ -23,7 +23,8 @@ class ByteText:
         return list(prompt.encode("utf-8"))
 
     def decode(self, tokens: Iterable[int]) -> Iterator[str]:
-        """Pieces of text as they are complete: a character may take several bytes. Tokens past 255 stand for none."""
+        """Pieces of text as soon as they are complete, because a character may take several bytes. Tokens past 255 are
+        no bytes."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for token in tokens:
             yield decoder.decode(bytes([token])) if token < VOCABULARY else "\N{REPLACEMENT CHARACTER}"
@@ -31,7 +32,7 @@ class ByteText:
 
 @cache
 def _letters() -> dict[str, int]:
-    """The letter that stands for each byte in a byte-level vocabulary: itself where it prints, another otherwise."""
+    """The letter of each byte in a byte-level vocabulary: the byte itself if it is printable, else another letter."""
     prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     letters, others = {}, 0
     for byte in range(VOCABULARY):
@@ -44,7 +45,7 @@ def _letters() -> dict[str, int]:
 
 
 def byte_tokenizer() -> dict[str, Any]:
-    """What tokenizer.json holds: byte-level pieces, none of which are ever merged."""
+    """The content of tokenizer.json: byte-level pieces that are never merged."""
     pieces = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     model: dict[str, Any] = {
         "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,

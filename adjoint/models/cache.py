@@ -1,4 +1,4 @@
-"""`Cache`: everything a `HybridLM` keeps of the tokens that have passed, in one object."""
+"""`Cache`: the states of all layers of a `HybridLM` after earlier tokens, in one object."""
 
 import itertools
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class Cache:
-    """The states of all layers after each of some sequences: recurrent, convolution, and keys and values.
+    """The states of all layers for some sequences: recurrent states, those of convolutions, and keys and values.
 
-    `HybridLM.new_cache` makes one. A call of the model with it goes on from where it is and overwrites it, for all of
-    its sequences or, by `slots`, for some: so a batch can run whose sequences come and go. Nothing that has passed is
-    differentiated.
+    `HybridLM.new_cache` makes one. A call of the model with a cache goes on after its tokens and overwrites it, for all
+    of its sequences or, with `slots`, for some. So the sequences of a batch can come and go. Earlier tokens get no
+    gradients.
 
         model(ids, cache=cache)                     # the next tokens of each sequence
         model(ids, cache=cache, slots=[3, 0])       # of two of them
@@ -31,8 +31,8 @@ class Cache:
         cache.rollback(snapshot)                    # forget what came after
 
     Attributes:
-        lengths: how many tokens of each sequence have passed.
-        decoder: what `HybridLM.decoder` has made for it.
+        lengths: the number of earlier tokens of each sequence.
+        decoder: the decoder that `HybridLM.decoder` has made for this cache.
     """
 
     def __init__(self, model: object, layers: Sequence[RecurrentCache | KeyValueCache], lengths: Sequence[int]) -> None:
@@ -52,10 +52,10 @@ class Cache:
     def place(
         self, input_ids: Int[Tensor, "batch time"], cu_seqlens: Tensor | None, slots: Sequence[int] | None
     ) -> Places:
-        """Where the tokens of a call belong, rows of [batch, time] or packed ones.
+        """The places of a call's tokens, which are rows [batch, time] or packed.
 
         Raises:
-            ArgumentError: they are not of as many sequences as the cache holds, or as there are slots.
+            ArgumentError: the number of sequences is not that of the cache, or that of the slots.
         """
         (batch, time), device = input_ids.shape, input_ids.device
         counts = (time,) * batch
@@ -75,7 +75,7 @@ class Cache:
         return Places(chosen[sequence], positions, past, counts, chosen)
 
     def check(self, sequences: int, slots: Sequence[int] | None) -> None:
-        """Raises ArgumentError where a call's sequences are not as many as the cache holds, or as there are slots."""
+        """Raises ArgumentError if a call's number of sequences is not that of the cache, or that of the slots."""
         if slots is None:
             if sequences != len(self):
                 raise ArgumentError(
@@ -106,13 +106,13 @@ class Cache:
         self.lengths = tuple(lengths)
 
     def reserve(self, capacity: int) -> None:
-        """Memory for so many tokens of each sequence, at once."""
+        """Makes room for this many tokens of each sequence at once."""
         for layer in self.layers:
             if isinstance(layer, KeyValueCache):
                 layer.reserve(capacity)
 
     def clear(self, slots: Sequence[int]) -> None:
-        """Forgets the sequences of some slots, so that others begin there; snapshots from before are of no use then.
+        """Forgets the sequences of some slots, so that others can begin there. Earlier snapshots become invalid.
 
         Raises:
             ArgumentError: there is no such slot.
@@ -127,19 +127,19 @@ class Cache:
         self._snapshots = []
 
     def copy(self) -> "Cache":
-        """Another one in the same state, with memory of its own."""
+        """Another cache in the same state, with memory of its own."""
         return Cache(self._model, [layer.copy() for layer in self.layers], self.lengths)
 
     __copy__ = copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Cache":
-        """A copy, too: of the same model, or of its copy where that is copied along."""
+        """A copy as well. It belongs to the same model, or to the model's copy if that is copied at the same time."""
         other = self.copy()
         other._model = memo.get(id(self._model), self._model)
         return other
 
     def select(self, slots: Sequence[int]) -> "Cache":
-        """A cache of the sequences of these slots, in this order, with memory of its own; one may be there twice.
+        """A cache of the sequences of these slots, in this order, with memory of its own. A slot may occur twice.
 
         Raises:
             ArgumentError: there is no such slot.
@@ -152,17 +152,17 @@ class Cache:
         return Cache(self._model, layers, [self.lengths[slot] for slot in slots])
 
     def snapshot(self) -> "Snapshot":
-        """The state now, to come back to. Keys and values are not copied: they stay where they are."""
+        """The present state, for `rollback`. Keys and values are not copied, because they stay in their places."""
         states = tuple(layer.copy() if isinstance(layer, RecurrentCache) else None for layer in self.layers)
         self._snapshots.append(self._next)
         self._next += 1
         return Snapshot(self, self._snapshots[-1], self.lengths, states)
 
     def rollback(self, snapshot: "Snapshot") -> None:
-        """Back to a snapshot of this cache; those taken after it are of tokens that are now forgotten.
+        """Goes back to a snapshot of this cache. Later snapshots become invalid, because their tokens are forgotten.
 
         Raises:
-            ArgumentError: the snapshot is of another cache, or of tokens that are forgotten.
+            ArgumentError: the snapshot is of another cache, or is invalid.
         """
         if snapshot.cache is not self or snapshot.number not in self._snapshots:
             raise ArgumentError(
@@ -177,7 +177,7 @@ class Cache:
 
 
 class Snapshot:
-    """What `Cache.rollback` needs to come back: the recurrent states, and the lengths of sequences."""
+    """The data that `Cache.rollback` needs: the recurrent states and the lengths of the sequences."""
 
     def __init__(
         self, cache: Cache, number: int, lengths: tuple[int, ...], states: tuple[RecurrentCache | None, ...]

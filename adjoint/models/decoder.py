@@ -21,18 +21,18 @@ from adjoint.nn.norm import RMSNorm
 
 
 class Stream(NamedTuple):
-    """Tokens between layers: what is summed up so far, and what the layer before adds to it."""
+    """The tokens between layers: the sum so far, and the update that the previous layer adds to it."""
 
     residual: Float[Tensor, "batch time hidden"]
     update: Float[Tensor, "batch time hidden"] | None
 
 
 class DecoderLayer(nn.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x)); the second sum is made by the norm of the next layer, in one pass.
+    """x + mixer(norm(x)), then x + mlp(norm(x)). The norm of the next layer computes the second sum, in the same pass.
 
     Args:
-        config: of the model.
-        layer: which of its layers this is, from 0.
+        config: the configuration of the model.
+        layer: the number of this layer, from 0.
     """
 
     def __init__(self, config: HybridConfig, layer: int, **factory: Any) -> None:
@@ -81,7 +81,7 @@ class DecoderLayer(nn.Module):
         return hasattr(self, "linear_attn")
 
     def new_cache(self, sequences: int, capacity: int) -> RecurrentCache | KeyValueCache:
-        """What the layer keeps of so many sequences before their first tokens."""
+        """An empty cache of this layer for a number of sequences."""
         if self.is_recurrent:
             return self.linear_attn.new_cache(sequences)
         return self.self_attn.new_cache(sequences, capacity)
@@ -94,7 +94,7 @@ class DecoderLayer(nn.Module):
         cache: RecurrentCache | KeyValueCache | None = None,
         places: Places | None = None,
     ) -> tuple[Stream, Routing | None]:
-        """The stream after the layer, and how a sparse layer routed its tokens."""
+        """The stream after the layer, and for a sparse layer the routing of its tokens."""
         x, normed = normalize(self.input_layernorm, stream)
         if self.is_recurrent:
             slots = None if places is None else places.state_indices
@@ -117,7 +117,7 @@ def normalize(norm: RMSNorm, stream: Stream) -> tuple[Tensor, Tensor]:
 
 
 class HybridModel(nn.Module):
-    """Embedding, decoder layers and the last norm: everything before the logits."""
+    """The embedding, the decoder layers and the last norm, which is everything before the logits."""
 
     def __init__(self, config: HybridConfig, **factory: Any) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class HybridModel(nn.Module):
         cache: Cache | None = None,
         slots: Sequence[int] | None = None,
     ) -> tuple[Float[Tensor, "batch time hidden"], list[Routing]]:
-        """The hidden state of each token, and how the sparse layers routed them."""
+        """The hidden state of each token, and the routing of the sparse layers."""
         if cache is None:
             return self.run(input_ids, cu_seqlens)
         places = cache.place(input_ids, cu_seqlens, slots)
@@ -149,7 +149,7 @@ class HybridModel(nn.Module):
         cache: Cache | None = None,
         places: Places | None = None,
     ) -> tuple[Float[Tensor, "batch time hidden"], list[Routing]]:
-        """The forward of tokens whose places in the cache are known. It does not count them as tokens of the cache."""
+        """The forward for tokens whose places in the cache are known. It does not add them to the cache's lengths."""
         x = self.embed_tokens(input_ids)
         angles = self._angles(_positions(input_ids, cu_seqlens) if places is None else places.positions, x.dtype)
         stream, routings = Stream(x, None), []
@@ -173,7 +173,7 @@ class HybridModel(nn.Module):
 
 
 def _positions(input_ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """The position of each token in its sequence: [time], for all rows alike or of the packed row."""
+    """The position of each token in its sequence, [time], which is the same for all rows, or that of the packed row."""
     index = torch.arange(input_ids.shape[1], device=input_ids.device)
     if cu_seqlens is None:
         return index

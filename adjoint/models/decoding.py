@@ -1,4 +1,4 @@
-"""`Decoder`: one more token of a cache's sequences, at fixed addresses, so that a CUDA graph can hold the step."""
+"""`Decoder`: one more token of a cache's sequences, at fixed addresses, so that a CUDA graph can contain the step."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 
 class Decoder:
-    """Gives the next token to any of a cache's sequences, and their logits. `HybridLM.decoder` makes one.
+    """Appends a token to sequences of a cache, and returns the logits after it. `HybridLM.decoder` makes a decoder.
 
         decoder = model.decoder(cache)
         logits = decoder([5, 7, 1])             # a token of each sequence
         logits = decoder([4, 2], slots=[2, 0])  # of two of them; the others stay as they are
 
-    Tokens, positions and slots lie in memory that stays where it is, and a step computes all sequences of the cache,
-    those that get no token for nothing. So on a GPU one CUDA graph serves every step: the first runs as usual, and
-    compiles what is not compiled; the second is captured. It is captured anew when the cache has moved to larger
-    memory, which `Cache.reserve` avoids. On the CPU every step runs as usual.
+    Tokens, positions and slots are in memory that does not move. A step computes all sequences of the cache, and
+    discards the results of those that get no token. So on a GPU one CUDA graph serves every step. The first step runs
+    as usual and compiles kernels, and the second one is captured. It is captured again when the cache has moved to
+    larger memory, which `Cache.reserve` avoids. On the CPU every step runs as usual.
 
     Attributes:
-        captures: how often a step was captured.
+        captures: the number of captures.
     """
 
     def __init__(self, model: "HybridLM", cache: Cache) -> None:
@@ -45,11 +45,11 @@ class Decoder:
     def __call__(
         self, tokens: Sequence[int], slots: Sequence[int] | None = None
     ) -> Float[Tensor, "sequences vocabulary"]:
-        """The logits after one more token of each slot, all of them by default.
+        """The logits after one more token for each slot; by default for all sequences of the cache.
 
         Raises:
-            ArgumentError: there are not as many tokens as slots, or as the cache has sequences, a slot is named twice
-                or is none, or a token is out of range.
+            ArgumentError: the number of tokens is not that of the slots or of the cache's sequences, a slot is named
+                twice or does not exist, or a token is out of range.
         """
         cache, size = self._cache, self._model.config.vocab_size
         cache.check(len(tokens), slots)
@@ -85,12 +85,12 @@ class Decoder:
         return self._logits
 
     def _where(self) -> tuple[int, ...]:
-        """The addresses that a graph has captured and that may change: of keys, and of the model."""
+        """The addresses that a graph captures and that may change: those of keys and of the model."""
         keys = [layer.keys.data_ptr() for layer in self._cache.layers if isinstance(layer, KeyValueCache)]
         return (self._model.model.embed_tokens.weight.data_ptr(), *keys)
 
     def _compute(self) -> Tensor:
-        """The logits of all sequences: those of a state −1 get a token 0 after their last, which nobody sees."""
+        """The logits of all sequences. Those with a state of −1 get a token 0 behind their last one; it is not used."""
         ids, positions, states = self._inputs
         rooms = [layer.room for layer in self._cache.layers if isinstance(layer, KeyValueCache)]
         past = (min(rooms, default=1) - 1,) * len(self._cache)  # attention reads all of the memory, whatever the length

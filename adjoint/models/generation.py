@@ -1,4 +1,4 @@
-"""Text from a `HybridLM`: a prefill of packed prompts, then a token at a time from the cache."""
+"""Text from a `HybridLM`: a prefill of packed prompts, and then one token at a time with the cache."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ Prompts = Sequence[Sequence[int]] | Sequence[Tensor] | Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a next token is chosen from its logits.
+    """The choice of a next token from its logits.
 
     Args:
-        temperature: logits are divided by it; 0 takes the largest.
-        top_k: only the k largest may be chosen.
-        top_p: only the largest, as many as it takes for their probabilities to add up to p.
+        temperature: logits are divided by it; 0 takes the largest one.
+        top_k: only the k largest logits may be chosen.
+        top_p: only the largest logits may be chosen: as many as it takes for their probabilities to add up to p.
 
     Raises:
         ArgumentError: a value is out of range.
@@ -57,7 +57,7 @@ class Sampling:
         return torch.multinomial(self.probabilities(logits), 1, generator=generator)[:, 0]
 
     def probabilities(self, logits: Float[Tensor, "sequences vocabulary"]) -> Float[Tensor, "sequences vocabulary"]:
-        """What a token is drawn from: 0 for those that may not be chosen."""
+        """The probabilities from which a token is drawn; 0 for tokens that may not be chosen."""
         logits = logits.float()
         # A small temperature makes −∞ of what is below the largest, and no ∞, which has no softmax.
         below = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, torch.finfo(torch.float32).tiny)
@@ -95,7 +95,7 @@ def stream(
     if isinstance(stop_tokens, int):
         stop_tokens = (stop_tokens,)
     elif isinstance(stop_tokens, Iterable):
-        stop_tokens = list(stop_tokens)  # once: an iterator has them only once
+        stop_tokens = list(stop_tokens)  # an iterator can be read only once
     if stop_tokens is not None and not (
         isinstance(stop_tokens, Iterable) and all(isinstance(token, int) for token in stop_tokens)
     ):
@@ -113,7 +113,7 @@ def stream(
     if not rows:
         return
     if max_new_tokens == 0:
-        if is_kept:  # the last token of a prompt is the last there is, which a cache has not seen
+        if is_kept:  # afterwards the caller's cache has seen all tokens but the last one of each prompt
             _prefill(model, [row[:-1] for row in rows], cache, prefill_chunk)
         return
     cache.reserve(max(past + len(row) for past, row in zip(cache.lengths, rows, strict=True)) + max_new_tokens)
@@ -133,7 +133,7 @@ def stream(
 
 
 Decode = Callable[[list[int], list[int] | None], Tensor]
-"""The logits after one more token of all sequences, or of those of some slots."""
+"""A function that gives the logits after one more token of all sequences, or of those in some slots."""
 
 
 def _decoder(model: "HybridLM", cache: Cache, cuda_graph: bool | None) -> Decode:
@@ -149,11 +149,12 @@ def _decoder(model: "HybridLM", cache: Cache, cuda_graph: bool | None) -> Decode
 
 
 PREFILL_TOKENS = 65536
-"""Prompts go through the model together, up to so many tokens at a time."""
+"""The most tokens of prompts that go through the model together."""
 
 
 def _prefill(model: "HybridLM", rows: list[Tensor], cache: Cache, chunk: int | None) -> Tensor | None:
-    """The logits after each prompt that has a token; prompts go in so many tokens of each at a time, packed."""
+    """The logits after each prompt that has a token. Prompts go in packed, with at most `prefill_chunk` tokens of each
+    at a time."""
     longest = max(map(len, rows))
     chunk = max(1, longest) if chunk is None else chunk
     last: list[Tensor | None] = [None] * len(rows)
@@ -168,7 +169,7 @@ def _prefill(model: "HybridLM", rows: list[Tensor], cache: Cache, chunk: int | N
 
 
 def _groups(pieces: dict[int, Tensor]) -> list[list[int]]:
-    """Slots in their order, in groups whose pieces have at most `PREFILL_TOKENS` tokens, or that are but one."""
+    """Groups of slots, in order, whose pieces have at most `PREFILL_TOKENS` tokens. A single slot may have more."""
     groups: list[list[int]] = [[]]
     room = PREFILL_TOKENS
     for slot, piece in pieces.items():

@@ -26,7 +26,7 @@ from adjoint.ops.loss import cross_entropy, linear_cross_entropy
 
 
 class HybridOutput(NamedTuple):
-    """What a `HybridLM` returns: the losses where labels or routers' losses were asked for."""
+    """The output of a `HybridLM`. It has losses if there are labels or routers' losses are asked for."""
 
     logits: Float[Tensor, "batch time vocabulary"] | None
     loss: Float[Tensor, ""] | None = None
@@ -37,13 +37,12 @@ class HybridOutput(NamedTuple):
 class HybridLM(nn.Module):
     """A hybrid language model: Qwen3-Next, Qwen3.5 or Qwen3.5-MoE, text only.
 
-    Parameters have the names and shapes of transformers' text models, so that a state dict of one is one of the other.
-    Sequences of different lengths are packed in one row, not padded: `pack` makes the row and its `cu_seqlens`.
+    Parameters have the names and shapes of transformers' text models, so each loads the state dict of the other.
+    Sequences of different lengths are packed in one row and not padded: `pack` makes the row and its `cu_seqlens`.
 
     Args:
         config: the model's sizes.
-        device, dtype: of the parameters; on "meta" they have no memory until `to_empty` and
-            `reset_parameters`.
+        device, dtype: those of the parameters. On "meta" they have no memory until `to_empty` and `reset_parameters`.
 
     >>> from adjoint.models import pack
     >>> config = HybridConfig(
@@ -76,7 +75,7 @@ class HybridLM(nn.Module):
             self.reset_parameters()
 
     def tie_weights(self) -> None:
-        """Makes the last matrix that of the embedding, where the configuration says so."""
+        """Makes the last matrix the same parameter as that of the embedding, if the configuration says so."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -86,7 +85,7 @@ class HybridLM(nn.Module):
         return result
 
     def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
-        """As every module's; with `assign=True` too, tied weights stay one parameter."""
+        """As for every module. Tied weights stay one parameter, also with `assign=True`."""
         result = super().load_state_dict(*arguments, **options)
         self.tie_weights()
         return result
@@ -129,19 +128,21 @@ class HybridLM(nn.Module):
         slots: Sequence[int] | None = None,
         last_only: bool = False,
     ) -> HybridOutput:
-        """Logits of every token, or, of labels, the loss, which never holds all logits (`linear_cross_entropy`).
+        """The logits of every token; with labels the loss, which never has all logits in memory
+        (`linear_cross_entropy`).
 
         Args:
             input_ids: token ids; each row is a sequence, unless `cu_seqlens` says otherwise.
             cu_seqlens: int32 or int64, ascending from 0 to T: the bounds of sequences packed in the only row.
-            labels: token ids, −100 for those that do not count: the loss is the mean of −log p of each label that has a
-                token before it in its sequence. The first of a sequence is predicted by none.
-            output_router_logits: adds the routers' losses, and returns how tokens were routed; by default as the
+            labels: token ids, with −100 for tokens that do not count. The loss is the mean of −log p of each label that
+                has an earlier token in its sequence. The first label of a sequence has none and does not count.
+            output_router_logits: whether to add the routers' losses and return the routing of tokens; by default as the
                 configuration says.
-            output_logits: whether logits are returned; by default where there are no labels.
-            cache: the states that sequences go on from; overwritten. Not under a gradient.
-            slots: which of the cache's sequences these are; all of them, in order, by default.
-            last_only: logits of the last token of each sequence alone, [sequences, 1, vocabulary]; not with labels.
+            output_logits: whether to return logits; by default only if there are no labels.
+            cache: the states from which sequences go on. They are overwritten. A cache cannot have gradients.
+            slots: the cache's sequences that these are; by default all of them, in order.
+            last_only: whether to return only the logits of the last token of each sequence, [sequences, 1, vocabulary];
+                not with labels.
 
         Raises:
             ArgumentError: a shape, dtype or device is wrong, a token id is out of range (on the CPU; on a GPU
@@ -163,7 +164,7 @@ class HybridLM(nn.Module):
         return HybridOutput(logits, None if loss is None else loss + router_loss, router_loss, tuple(routings))
 
     def _loss(self, hidden: Tensor, targets: Tensor, logits: Tensor | None) -> Tensor:
-        """The mean of −log p of the targets that count; 0, with gradients of 0, where none does."""
+        """The mean of −log p of the targets that count; 0, with gradients of 0, if none does."""
         head = self.lm_head
         if logits is None and is_plain(head, nn.Linear):
             return linear_cross_entropy(hidden, head.weight, targets, bias=head.bias)
@@ -171,7 +172,7 @@ class HybridLM(nn.Module):
         return cross_entropy(logits, targets)
 
     def _router_loss(self, routings: Sequence[Routing]) -> Tensor:
-        """The load-balancing loss of all layers as one, and the mean of their z losses, by their factors."""
+        """The load-balancing loss of all layers together and the mean of their z losses, each times its factor."""
         layers = [routing.logits for routing in routings]
         loss = self.config.router_aux_loss_coef * moe.load_balancing_loss(
             layers, [routing.indices for routing in routings]
@@ -221,7 +222,8 @@ class HybridLM(nn.Module):
                 raise ArgumentError("HybridLM: cache is overwritten, which has no gradient; call under torch.no_grad()")
 
     def new_cache(self, sequences: int, capacity: int = 0) -> Cache:
-        """An empty cache for so many sequences, with room for so many tokens of each; it grows where they are more."""
+        """An empty cache for a number of sequences, with room for `capacity` tokens of each. It grows when they have
+        more."""
         for name, value in (("sequences", sequences), ("capacity", capacity)):
             if require_integer("HybridLM.new_cache", name, value) < 0:
                 raise ArgumentError(f"HybridLM.new_cache: {name} must be at least 0, got {value}")
@@ -229,7 +231,7 @@ class HybridLM(nn.Module):
         return Cache(self, [layer.new_cache(sequences, capacity) for layer in layers], [0] * sequences)
 
     def decoder(self, cache: Cache) -> Decoder:
-        """What gives sequences of a cache one more token at a time; it is made once for each cache.
+        """The decoder of a cache, which appends one token at a time to its sequences. It is made once for each cache.
 
         Raises:
             ArgumentError: the cache is of another model.
@@ -240,7 +242,7 @@ class HybridLM(nn.Module):
         return cache.decoder
 
     def check_cache(self, cache: Cache) -> None:
-        """Raises ArgumentError for what is no cache of this model."""
+        """Raises ArgumentError if a cache does not belong to this model."""
         if not isinstance(cache, Cache):
             raise ArgumentError(
                 f"HybridLM: cache must be one of this model, from new_cache; got {type(cache).__name__}"
@@ -249,7 +251,7 @@ class HybridLM(nn.Module):
             raise ArgumentError("HybridLM: cache must be one of this model, from new_cache; got one of another")
 
     def gradient_checkpointing_enable(self, enable: bool = True) -> None:
-        """In training, keeps only the streams between layers; a layer computes the rest again in its backward."""
+        """Keeps only the streams between layers in training. A layer computes the rest again in its backward."""
         self.model.gradient_checkpointing = enable
 
     def generate(
@@ -270,19 +272,18 @@ class HybridLM(nn.Module):
 
         Args:
             prompts: lists of token ids, or rows of a tensor; their lengths may differ.
-            max_new_tokens: at most so many for each.
+            max_new_tokens: the most tokens for each prompt.
             temperature, top_k, top_p: see `Sampling`; by default the most likely token is taken.
-            stop_tokens: after one of these, which is the last, a prompt gets no more; those of the configuration by
-                default.
-            cache: goes on from these sequences, and has then seen all but the last token of each.
-            prefill_chunk: takes so many tokens of each prompt at a time, which needs less memory; all by default.
-            generator: of random numbers.
-            cuda_graph: whether a step of decoding is captured in a CUDA graph, once for a cache, so that calls with a
-                cache that is kept capture once; on a GPU by default.
+            stop_tokens: tokens that end a sequence, as its last token; by default those of the configuration.
+            cache: the sequences that the prompts continue. Afterwards it has seen all but the last token of each.
+            prefill_chunk: the most tokens of each prompt at a time, which saves memory; by default all tokens.
+            generator: the generator of random numbers.
+            cuda_graph: whether to capture a step of decoding in a CUDA graph. It is captured once for a cache, so calls
+                with the same cache capture it once. By default it is captured on a GPU.
 
         Raises:
-            ArgumentError: a prompt is empty or has a token out of range, an option is, or the cache is of another model
-                or of other sequences.
+            ArgumentError: a prompt is empty, a token or an option is out of range, or the cache is of another model or
+                of other sequences.
         """
         steps = list(self.stream(
             prompts, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, stop_tokens=stop_tokens,

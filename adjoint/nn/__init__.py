@@ -1,4 +1,4 @@
-"""Thin modules over the ops: torch's parameters where torch has the module, and nothing but the call."""
+"""Thin modules over the ops. They have torch's parameters if torch has the module, and only call the op."""
 
 from adjoint.nn.activation import SigmoidGate, SiLU, SwiGLU
 from adjoint.nn.attention import GatedAttention

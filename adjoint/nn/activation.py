@@ -35,10 +35,10 @@ class SiLU(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """y = silu(gate)·up, by `adjoint.swiglu`, from two tensors or from one that holds both.
+    """y = silu(gate)·up, by `adjoint.swiglu`, from two tensors or from one packed tensor.
 
     Args:
-        order: how a packed tensor holds gate and up; two tensors need none.
+        order: the order of gate and up in a packed tensor; it has no effect on two tensors.
         reuse_inputs: the backward writes the gradients over the inputs.
         preference: narrows the choice of plans.
 
@@ -97,6 +97,6 @@ class SigmoidGate(nn.Module):
 
 
 def _options(reuse_inputs: bool, preference: Preference | None) -> str:
-    """The options that were given, as they are written in a call."""
+    """The options that differ from the defaults, as they are written in a call."""
     options = ["reuse_inputs=True"] * reuse_inputs + [f"preference={preference!r}"] * (preference is not None)
     return ", ".join(options)

@@ -24,10 +24,11 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 class GatedAttention(nn.Module):
-    """o_proj · (attention(rotary(norm(q)), rotary(norm(k)), v) · σ(gate)), q and gate by one projection.
+    """o_proj · (attention(rotary(norm(q)), rotary(norm(k)), v) · σ(gate)); one projection gives q and gate.
 
     Each head of q and k is normalised by an RMS norm with weight 1 + w, and its first columns are rotated by the
-    token's position; query head h reads key-value head h // (heads / key-value heads). Causal, within each sequence.
+    token's position. Query head h reads key-value head h // (heads / key-value heads). Attention is causal within each
+    sequence.
 
     The state dict has the names and shapes of Hugging Face's `Qwen3NextAttention` and `Qwen3_5Attention`:
 
@@ -36,21 +37,21 @@ class GatedAttention(nn.Module):
         q_norm.weight, k_norm.weight  [head size]
         o_proj.weight             [hidden, heads · head size]
 
-    Sequences never see each other, and no mask of T × T is made: on CUDA packed sequences in 16 bits go through torch's
-    attention for sequences of different lengths, elsewhere one after the other. Rows are
-    one batch; see `prefers_cudnn` for what computes it.
+    Sequences never see each other, and no mask of T × T is made. On CUDA packed sequences in 16 bits go through torch's
+    attention for sequences of different lengths; elsewhere they are computed one after the other. Rows are computed as
+    one batch; `prefers_cudnn` says by which library.
 
     Args:
-        hidden_size: columns of a token.
-        num_heads: query heads.
-        num_key_value_heads: key-value heads, of which the query heads are a multiple.
-        head_dim: columns of a head.
+        hidden_size: the number of columns of a token.
+        num_heads: the number of query heads, a multiple of the key-value heads.
+        num_key_value_heads: the number of key-value heads.
+        head_dim: the number of columns of a head.
         bias: whether the projections have biases.
-        eps: of the norms.
-        device, dtype: of the parameters.
+        eps: the eps of the norms.
+        device, dtype: those of the parameters.
 
     Raises:
-        ArgumentError: a size is not positive, or the query heads are no multiple of the key-value heads.
+        ArgumentError: a size is not positive, or the number of query heads is no multiple of the key-value heads.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class GatedAttention(nn.Module):
         self.k_norm = RMSNorm(head_dim, eps, offset=1.0, **factory)
 
     def new_cache(self, sequences: int, capacity: int = 0) -> KeyValueCache:
-        """No keys and values yet, of so many sequences, with room for so many tokens of each."""
+        """An empty cache for a number of sequences, with room for `capacity` tokens of each."""
         shape = (sequences, self.num_key_value_heads, 0, self.head_dim)
         weight = self.k_proj.weight
         cache = KeyValueCache(weight.new_zeros(shape), weight.new_zeros(shape))
@@ -106,11 +107,11 @@ class GatedAttention(nn.Module):
         """The layer for each row, or for the sequences that `cu_seqlens` packs into the only row.
 
         Args:
-            x: tokens.
-            cos, sin: of the angles of each token's position, see `adjoint.rotary`.
+            x: the tokens.
+            cos, sin: those of the angles of each token's position, see `adjoint.rotary`.
             cu_seqlens: int32 or int64, ascending from 0 to T: the bounds of packed sequences.
-            cache: keys and values of the tokens before, which the sequences go on from; needs `places`.
-            places: where the tokens belong in the cache.
+            cache: the keys and values of earlier tokens, after which the sequences go on; needs `places`.
+            places: the places of the tokens in the cache.
         """
         require_cu_seqlens("GatedAttention", cu_seqlens, x, "x")
         queries = self.q_proj(x).unflatten(-1, (self.num_heads, 2 * self.head_dim))
@@ -162,10 +163,10 @@ def cached_attention(
     places: Places,
     cu_seqlens: Int[Tensor, " bounds"] | None,
 ) -> Float[Tensor, "batch time heads size"]:
-    """Attention of a call's tokens, whose keys and values k and v are in the cache already, to all up to themselves."""
+    """Attention of each token of a call to itself and all earlier tokens. The cache has k and v already."""
     if not any(places.past):
         return causal_attention(q, k, v, cu_seqlens)
-    q = q.to(cache.keys.dtype)  # under autocast the cache has the parameters'
+    q = q.to(cache.keys.dtype)  # under autocast the cache has the parameters' dtype
     if cu_seqlens is None and q.shape[1] == 1:
         return _attend_once(q, cache, places)
     parts, begin = [], 0
@@ -182,13 +183,13 @@ def cached_attention(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of all rows; queries are those of the last tokens where there are fewer of them than of keys."""
+    """Causal attention of all rows. If there are fewer queries than keys, the queries are those of the last tokens."""
     mask = None
     if q.shape[1] != k.shape[1]:
         visible = torch.arange(k.shape[1] - q.shape[1], k.shape[1], device=q.device)
         mask = torch.arange(k.shape[1], device=q.device) <= visible[:, None]
     if q.is_cuda and (mask is not None or q.dtype in (torch.float32, torch.float64)):
-        # The kernels that take grouped heads take neither; without them scores of T × T would be kept.
+        # The kernels that take grouped heads take neither a mask nor these dtypes. Torch would keep scores of T × T.
         k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
     with _cudnn_first(q) if mask is None else nullcontext():
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -201,25 +202,25 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def prefers_cudnn(
     dtype: torch.dtype, head_dim: int, *, deterministic: bool, capability: tuple[int, int], cudnn: int
 ) -> bool:
-    """Whether cuDNN's attention is to compute a batch of rows, causally, on a GPU; otherwise torch chooses.
+    """Whether cuDNN should compute the causal attention of a batch of rows on a GPU; otherwise torch chooses.
 
-    Heads of 256 columns take it half the time of torch's flash attention on Hopper, forward, and two thirds of it,
-    backward. It adds its gradients in any order, and torch has no deterministic form of it, so it is not for
-    deterministic mode. It plans every shape anew, so packed sequences, whose lengths change, do not go there. Before
-    9.15.1 it was wrong for rows whose length is no multiple of 128.
+    On Hopper, with heads of 256 columns, it takes half the time of torch's flash attention in the forward and two
+    thirds of it in the backward. It adds its gradients in any order, and torch has no deterministic form of it, so it
+    is not for deterministic mode. It plans every shape anew, so it is not for packed sequences, whose lengths change.
+    Before version 9.15.1 it was wrong for rows whose length is no multiple of 128.
 
     Args:
-        dtype: of the heads.
-        head_dim: columns of a head.
+        dtype: the dtype of the heads.
+        head_dim: the number of columns of a head.
         deterministic: whether `torch.use_deterministic_algorithms` is in force.
-        capability: of the GPU.
+        capability: the GPU's compute capability.
         cudnn: the version, as `torch.backends.cudnn.version()` counts it; 0 if there is none.
     """
     return dtype in HALVES and head_dim == 256 and not deterministic and capability == (9, 0) and cudnn >= 91501
 
 
 def _cudnn_first(q: Tensor) -> AbstractContextManager[None]:
-    """Inside, torch tries cuDNN's attention before the others, where these queries prefer it and it is allowed."""
+    """A block in which torch tries cuDNN's attention first, if `prefers_cudnn` says so and cuDNN is enabled."""
     if not q.is_cuda or torch.compiler.is_compiling():
         return nullcontext()
     capability, cudnn = _versions(q.device)
@@ -238,18 +239,19 @@ _FUSED = {
     SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
     SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
 }
-"""In the order in which they are tried, and whether they may be."""
+"""The backends of attention in the order in which they are tried, each with a function that says if it is enabled."""
 
 
 @cached
 def _versions(device: torch.device) -> tuple[tuple[int, int], int]:
-    """A GPU's capability, and the version of cuDNN."""
+    """A GPU's compute capability, and the version of cuDNN."""
     return torch.cuda.get_device_capability(device), torch.backends.cudnn.version() or 0
 
 
 def _attend_once(q: Tensor, cache: KeyValueCache, places: Places) -> Tensor:
-    """Attention of one token of each row: the query heads of a key-value head are its queries, none is repeated."""
-    # On CUDA all of the memory is read where it lies: no copy, and nothing that differs from step to step.
+    """Attention of one token of each row. The query heads of a key-value head become its queries, so no head is
+    repeated."""
+    # On CUDA all of the memory is read in place, without a copy, so that no shape differs from step to step.
     length = places.longest
     if q.is_cuda:
         length = cache.room if places.slots is None else -(-length // ROOM) * ROOM
@@ -268,10 +270,10 @@ def attend_in_pieces(
     v: Float[Tensor, "batch heads time size"],
     seen: Bool[Tensor, "batch time"],
 ) -> Float[Tensor, "batch heads queries size"]:
-    """Softmax attention of few queries to many keys: values are summed in pieces, so that a GPU has work everywhere.
+    """Softmax attention of few queries to many keys. Values are summed in pieces, so that all of a GPU has work.
 
-    torch's attention gives each head of each row to one block, which then reads all keys by itself. Scores, their
-    softmax and the sums are float32 for 16-bit inputs; the weights are rounded to the dtype of the values.
+    Torch's attention gives each head of each row to one block, which then reads all keys alone. For 16-bit inputs the
+    scores, their softmax and the sums are float32, and the weights are rounded to the dtype of the values.
     """
     (batch, heads, queries, size), time = q.shape, k.shape[2]
     scores = _product(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)) * size**-0.5
@@ -284,7 +286,7 @@ def attend_in_pieces(
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Products of matrices, which keep the float32 that 16-bit ones are summed in."""
+    """The products of two batches of matrices. Those of 16-bit matrices stay in float32, in which they are summed."""
     if a.dtype in HALVES:
         return torch.bmm(a, b, out_dtype=torch.float32)
     return torch.bmm(a, b)
@@ -299,14 +301,14 @@ def _packed_on_cuda(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tens
             options["enable_gqa"] = True
         else:
             k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
-    bounds, time = cu_seqlens.to(torch.int32), q.shape[1]  # no sequence is longer than the row: nobody waits to know
+    bounds, time = cu_seqlens.to(torch.int32), q.shape[1]  # the row's length bounds all lengths, without a wait
     y: Any = varlen_attn(q[0], k[0], v[0], bounds, bounds, time, time, **options)
     return y[None]  # type: ignore[no-any-return]
 
 
 @cached
 def _options() -> frozenset[str]:
-    """What this torch's attention for sequences of different lengths can be told; it differs between versions."""
+    """The parameters of torch's attention for sequences of different lengths, which differ between versions."""
     from torch.nn.attention.varlen import varlen_attn
 
     return frozenset(inspect.signature(varlen_attn).parameters)

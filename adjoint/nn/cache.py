@@ -1,6 +1,6 @@
-"""What layers keep of the tokens that have passed, for decoding: of recurrent layers and of attention.
+"""Caches for decoding: the states of recurrent layers, and the keys and values of attention.
 
-Both are written in place, without gradients. A model keeps one for each layer in a `adjoint.models.Cache`.
+Both are written in place, without gradients. A model has one for each layer in an `adjoint.models.Cache`.
 """
 
 from dataclasses import dataclass
@@ -12,11 +12,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Places:
-    """Where the tokens of a call belong in a cache of sequences.
+    """The places of a call's tokens in a cache of sequences.
 
-    `past` and `counts` say for each sequence of the call how many tokens were there before, and how many it adds.
-    `slots` are the cache's rows of these sequences, None where they are all of them in order. `states`, where it is
-    there, are those of recurrent states alone, −1 for a sequence whose state stays as it is.
+    Attributes:
+        rows, positions: the row of each token in the cache, and its position in its sequence.
+        past: the number of earlier tokens of each sequence of the call.
+        counts: the number of tokens that the call adds to each sequence.
+        slots: the cache's rows of these sequences; None if they are all rows in order.
+        states: if present, the rows of recurrent states instead of `slots`, with −1 for a sequence whose state stays as
+            it is.
     """
 
     rows: Int[Tensor, "batch time"]
@@ -28,12 +32,12 @@ class Places:
 
     @property
     def state_indices(self) -> Int[Tensor, " sequences"] | None:
-        """The rows of recurrent states that the sequences go on from."""
+        """The rows of the recurrent states from which the sequences go on."""
         return self.slots if self.states is None else self.states
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence after the call."""
+        """The number of tokens of the longest sequence after the call."""
         return max((past + count for past, count in zip(self.past, self.counts, strict=True)), default=0)
 
     def of_cache(self, x: Tensor) -> Tensor:
@@ -42,7 +46,8 @@ class Places:
 
 
 class RecurrentCache:
-    """The state of a `GatedDeltaNet` after each sequence: the last inputs of its convolution, and the rule's state."""
+    """The state of a `GatedDeltaNet` after each sequence: the last inputs of its convolution, and the state of the
+    gated delta rule."""
 
     def __init__(
         self, conv: Float[Tensor, "sequences channels past"], state: Float[Tensor, "sequences value_heads K V"]
@@ -50,7 +55,7 @@ class RecurrentCache:
         self.conv, self.state = conv, state
 
     def write(self, conv: Tensor, state: Tensor, slots: Tensor | None = None) -> None:
-        """Overwrites the states of all sequences, or of some."""
+        """Overwrites the states of all sequences, or of those in some rows."""
         rows = slice(None) if slots is None else slots
         self.conv[rows] = conv
         self.state[rows] = state
@@ -63,11 +68,11 @@ class RecurrentCache:
 
 
 ROOM = 256
-"""Memory for keys and values comes in multiples of so many tokens, which attention to them is computed by."""
+"""Memory for keys and values comes in multiples of this many tokens. Attention to them is computed in such pieces."""
 
 
 class KeyValueCache:
-    """Keys and values of the tokens of each sequence, at their positions; what lies after the last is unset."""
+    """The keys and values of the tokens of each sequence, at their positions. Memory behind the last one is unused."""
 
     def __init__(
         self,
@@ -78,19 +83,19 @@ class KeyValueCache:
 
     @property
     def room(self) -> int:
-        """The tokens of each sequence that there is memory for."""
+        """The number of tokens of each sequence for which there is memory."""
         return self.keys.shape[2]
 
     def append(
         self, k: Float[Tensor, "batch time heads size"], v: Float[Tensor, "batch time heads size"], places: Places
     ) -> None:
-        """Writes the keys and values of a call's tokens where they belong, in larger memory where they do not fit."""
+        """Writes the keys and values of a call's tokens to their places. If they do not fit, the memory grows first."""
         self.reserve(places.longest)
         self.keys[places.rows, :, places.positions] = k.to(self.keys.dtype)
         self.values[places.rows, :, places.positions] = v.to(self.values.dtype)
 
     def reserve(self, capacity: int) -> None:
-        """Memory for so many tokens of each sequence; where there is too little, for half as many again at least."""
+        """Makes room for `capacity` tokens of each sequence. If the memory must grow, it grows by at least a half."""
         if capacity > self.room:
             capacity = max(capacity, self.room + self.room // 2)
             room = -(-capacity // ROOM) * ROOM
@@ -104,5 +109,5 @@ class KeyValueCache:
 
 
 def _grown(x: Tensor, room: int) -> Tensor:
-    """The same rows with room for more tokens; 0 where there is none yet, so that masked weights of 0 meet no NaN."""
+    """The same rows with room for more tokens. New places are 0, because a masked weight of 0 must not meet a NaN."""
     return torch.nn.functional.pad(x, (0, 0, 0, room - x.shape[2]))

@@ -17,19 +17,19 @@ from adjoint.ops.conv.arguments import MAX_WIDTH, is_silu
 class CausalConv1d(nn.Module):
     """y_t = act(bias + Σ_j weight[:, 0, j]·x_{t−W+1+j}), by `adjoint.causal_conv1d`; x is [batch, time, channels].
 
-    The weight is [channels, 1, width], as `nn.Conv1d(channels, channels, width, groups=channels)` has it, and begins as
-    there.
+    The weight is [channels, 1, width] and has the same initial values as that of
+    `nn.Conv1d(channels, channels, width, groups=channels)`.
 
     Args:
-        channels: of x.
-        width: taps of each channel, 1 to 8.
-        bias: whether there is one; Qwen3-Next's has none.
+        channels: the number of channels of x.
+        width: the number of taps of each channel, 1 to 8.
+        bias: whether there is a bias; Qwen3-Next has none.
         activation: "silu", or None.
-        device, dtype: of the parameters.
+        device, dtype: those of the parameters.
         preference: narrows the choice of plans.
 
     Raises:
-        ArgumentError: there are no channels, the width is out of range, or the activation is another.
+        ArgumentError: there are no channels, the width is out of range, or the activation is unknown.
 
     >>> import torch
     >>> module = CausalConv1d(2, 4)
@@ -60,7 +60,7 @@ class CausalConv1d(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Uniform within ±1/sqrt(width), as `nn.Conv1d` begins."""
+        """Draws the parameters uniformly within ±1/sqrt(width), as `nn.Conv1d` does."""
         bound = self.width**-0.5
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
@@ -84,14 +84,14 @@ class CausalConv1d(nn.Module):
     def step(
         self, x: Tensor, state: Tensor, *, state_indices: Tensor | None = None, in_place: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """The next tokens of each row, and the state after them: see `adjoint.causal_conv1d_step`."""
+        """The outputs of the next tokens of each row, and the state after them: see `adjoint.causal_conv1d_step`."""
         return causal_conv1d_step(
             x, state, *self._matrices(x), activation=self.activation, state_indices=state_indices,
             in_place=in_place, preference=self.preference,
         )  # fmt: skip
 
     def _matrices(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias as the ops take them."""
+        """The weight and the bias in the form that the ops take."""
         return beside(self.weight, x).squeeze(1), None if self.bias is None else beside(self.bias, x)
 
     def extra_repr(self) -> str:

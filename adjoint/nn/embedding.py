@@ -1,4 +1,4 @@
-"""`Embedding` and `EmbeddingBag` as modules: torch's own, with the lookup and its gradient from here."""
+"""`Embedding` and `EmbeddingBag` as modules: torch's own modules with the lookups and gradients of adjoint."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -19,24 +19,24 @@ from adjoint.ops.embedding.table import padding_row
 class Embedding(nn.Embedding):
     """out[n, :] = weight[ids[n], :], by `adjoint.embedding`.
 
-    A `torch.nn.Embedding`: the same arguments, initial values, attributes and state dict, so that each
-    loads what the other has saved. For a gradient that is added to a buffer of your own, call
+    It is a `torch.nn.Embedding` with the same arguments, initial values, attributes and state dict, so each loads the
+    state dict of the other. To add the gradient to a buffer of your own, call
     `adjoint.embedding(ids, module.weight, accumulate_into=buffer)`.
 
     Args:
-        num_embeddings: rows of the table.
-        embedding_dim: its columns.
-        padding_idx: a row that starts as 0 and gets no gradient. Negative counts from the end.
+        num_embeddings: the number of rows of the table.
+        embedding_dim: the number of its columns.
+        padding_idx: a row that starts as 0 and gets no gradient. A negative number counts from the end.
         max_norm: not supported.
-        norm_type: the norm of `max_norm`; without it, it means nothing.
+        norm_type: the norm for `max_norm`; it has no effect.
         scale_grad_by_freq: not supported.
-        sparse: the gradient is a row-sparse tensor, for `torch.optim.SparseAdam` and its like. Not
-            under `torch.compile`.
+        sparse: whether the gradient is a row-sparse tensor, for optimizers such as `torch.optim.SparseAdam`. This is
+            not available under `torch.compile`.
         out_of_range: "raise" or "zero", as for `adjoint.embedding`.
         preference: narrows the choice of plans.
 
     Raises:
-        ArgumentError: an option is not supported, or `padding_idx` or a given table does not fit.
+        ArgumentError: an option is not supported, or `padding_idx` or the table does not fit.
 
     >>> import torch
     >>> module = Embedding(3, 2, padding_idx=-1)
@@ -96,7 +96,7 @@ class Embedding(nn.Embedding):
         out_of_range: OutOfRange = "raise",
         preference: Preference | None = None,
     ) -> "Embedding":
-        """A module around a table that is there, which it shares; frozen unless told otherwise.
+        """A module that shares an existing table; frozen by default.
 
         >>> import torch
         >>> module = Embedding.from_pretrained(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), out_of_range="zero")
@@ -113,25 +113,23 @@ class Embedding(nn.Embedding):
 class EmbeddingBag(nn.EmbeddingBag):
     """The sum, mean or maximum of the rows of each bag of ids, by `adjoint.embedding_bag`.
 
-    A `torch.nn.EmbeddingBag`: the same arguments, initial values, attributes and state dict, so that
-    each loads what the other has saved.
+    It is a `torch.nn.EmbeddingBag` with the same arguments, initial values, attributes and state dict, so each loads
+    the state dict of the other.
 
     Args:
-        num_embeddings: rows of the table.
-        embedding_dim: its columns.
+        num_embeddings: the number of rows of the table.
+        embedding_dim: the number of its columns.
         max_norm: not supported.
-        norm_type: the norm of `max_norm`; without it, it means nothing.
+        norm_type: the norm for `max_norm`; it has no effect.
         scale_grad_by_freq: not supported.
         mode: "mean", "sum" or "max".
         sparse: not supported.
-        include_last_offset: the last offset is the end of the last bag.
-        padding_idx: a row that starts as 0, and whose entries count for nothing. Negative counts from
-            the end.
+        include_last_offset: whether the last offset is the end of the last bag.
+        padding_idx: a row that starts as 0 and that bags leave out. A negative number counts from the end.
         preference: narrows the choice of plans.
 
     Raises:
-        ArgumentError: an option is not supported, the mode is unknown, or `padding_idx` or a given
-            table does not fit.
+        ArgumentError: an option is not supported, the mode is unknown, or `padding_idx` or the table does not fit.
 
     >>> import torch
     >>> table = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -199,7 +197,7 @@ class EmbeddingBag(nn.EmbeddingBag):
         *,
         preference: Preference | None = None,
     ) -> "EmbeddingBag":
-        """A module around a table that is there, which it shares; frozen unless told otherwise."""
+        """A module that shares an existing table; frozen by default."""
         module = cls(
             *_table_shape("EmbeddingBag", embeddings), max_norm, norm_type, scale_grad_by_freq, cast(Mode, mode),
             sparse, embeddings, include_last_offset, padding_idx, preference=preference,
@@ -220,7 +218,10 @@ def _check(
     scale_grad_by_freq: bool,
     weight: Tensor | None,
 ) -> None:
-    """What torch takes and this does not, and what torch asserts, as errors that name the argument."""
+    """Refuses arguments that torch takes and these modules do not, and arguments against which torch has an assertion.
+
+    The errors name the argument.
+    """
     if max_norm is not None:
         raise ArgumentError(
             f"{module}: max_norm={max_norm!r} is not supported, because a lookup would overwrite rows of weight; "
@@ -258,5 +259,5 @@ def _table_shape(module: str, table: Tensor) -> tuple[int, int]:
 
 
 def _preferred(preference: Preference | None) -> list[str]:
-    """The preference, as it is written in a call, where one was given."""
+    """The preference as it is written in a call, in a list; an empty list if there is none."""
     return [f"preference={preference!r}"] * (preference is not None)

@@ -19,10 +19,11 @@ Projections = Literal["separate", "interleaved"]
 
 
 class GatedDeltaNet(nn.Module):
-    """out_proj · gated_rms_norm(gated_delta_rule(q, k, v, g, β), z), q, k and v by a causal convolution with SiLU.
+    """out_proj · gated_rms_norm(gated_delta_rule(q, k, v, g, β), z), where q, k and v come from a causal convolution.
 
-    q, k, v, z, a and b are projections of a token; q and k are divided by their norms, g = −e^{A_log}·softplus(a +
-    dt_bias) and β = σ(b). Value head h reads key head h // (value heads / key heads): q and k are never repeated.
+    q, k, v, z, a and b are projections of a token. The convolution ends in SiLU. q and k are divided by their norms,
+    g = −e^{A_log}·softplus(a + dt_bias), and β = σ(b). Value head h reads key head h // (value heads / key heads), so q
+    and k are never repeated.
 
     The state dict has the names and shapes of Hugging Face's `Qwen3_5GatedDeltaNet`, with "separate" projections, or of
     `Qwen3NextGatedDeltaNet`, with "interleaved" ones:
@@ -37,18 +38,18 @@ class GatedDeltaNet(nn.Module):
         out_proj.weight           [hidden, value heads · V]
 
     Args:
-        hidden_size: columns of a token.
-        num_key_heads: heads of q and k.
-        num_value_heads: heads of v, a multiple of them.
+        hidden_size: the number of columns of a token.
+        num_key_heads: the number of heads of q and k.
+        num_value_heads: the number of heads of v, a multiple of those of q and k.
         key_head_dim: K, at most 256.
         value_head_dim: V, at most 256.
-        conv_width: tokens that the convolution reads, 1 to 8.
+        conv_width: the number of tokens that the convolution reads, 1 to 8.
         projections: "separate" or "interleaved".
-        eps: of the norm.
-        device, dtype: of the parameters.
+        eps: the eps of the norm.
+        device, dtype: those of the parameters.
 
     Raises:
-        ArgumentError: a size is out of range, or the value heads are no multiple of the key heads.
+        ArgumentError: a size is out of range, or the number of value heads is no multiple of the key heads.
 
     >>> import torch
     >>> layer = GatedDeltaNet(8, 1, 2, 4, 4)
@@ -114,7 +115,7 @@ class GatedDeltaNet(nn.Module):
         self.reset_gates()
 
     def reset_gates(self) -> None:
-        """Decays e^{A_log} drawn from 0.01 to 16, and dt_bias 1: what Hugging Face's modules begin with."""
+        """Draws e^{A_log} from 0.01 to 16, and sets dt_bias to 1, as Hugging Face's modules do."""
         with torch.no_grad():
             self.A_log.uniform_(0.01, 16).log_()
             self.dt_bias.fill_(1)
@@ -139,18 +140,18 @@ class GatedDeltaNet(nn.Module):
         """The layer for each row, or for the sequences that `cu_seqlens` packs into the only row.
 
         Args:
-            x: tokens.
+            x: the tokens.
             cu_seqlens: int32 or int64, ascending from 0 to T: the bounds of packed sequences.
-            cache: the state that the sequences go on from, overwritten by that after their last tokens.
-            slots: which of the cache's rows the sequences have; all of them, in order, by default.
+            cache: the states from which the sequences go on. They are overwritten by the states after the last tokens.
+            slots: the cache's rows of the sequences; by default all rows in order.
 
         Raises:
             ArgumentError: an operation refuses its arguments, a gradient would have to go through the cache, or (on the
-                CPU) a slot is none of the cache.
+                CPU) the cache does not have one of the slots.
         """
         qkv, z, b, a = self._project(x)
         g, beta = gate(a, b, self.A_log, self.dt_bias)
-        if cache is not None:  # which has the parameters' dtype, under autocast too
+        if cache is not None:  # the cache has the parameters' dtype, under autocast too
             qkv = qkv.to(cache.conv.dtype)
         if cache is not None and cu_seqlens is None and 1 <= x.shape[1] <= MAX_TOKENS:
             y, _ = self.conv1d.step(qkv, cache.conv, state_indices=slots, in_place=True)
@@ -177,7 +178,7 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj(self.norm(o, z).flatten(-2))  # type: ignore[no-any-return]
 
     def _check_cache(self, cache: RecurrentCache, slots: Tensor | None, needs_gradient: bool) -> None:
-        """What the operations of a few tokens refuse themselves."""
+        """Refuses the arguments that the operations for a few tokens would refuse themselves."""
         if needs_gradient:
             raise ArgumentError(
                 "GatedDeltaNet: cache is overwritten, which has no gradient; call under torch.no_grad(), or without one"

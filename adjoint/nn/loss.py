@@ -17,16 +17,16 @@ from adjoint.ops.loss.linear_cross_entropy import Reduction
 class LinearCrossEntropy(nn.Linear):
     """The loss of labels by `adjoint.linear_cross_entropy`; without labels, the logits.
 
-    A `torch.nn.Linear` without a bias, unless one is asked for: the same parameters, initial values and state dict, so
-    that it loads what a Hugging Face model's `lm_head` has saved, and its weight can be tied to an embedding.
+    It is a `torch.nn.Linear`, by default without a bias, with the same parameters, initial values and state dict. So it
+    loads the `lm_head` of a Hugging Face model, and its weight can be tied to an embedding.
 
     Args:
-        in_features: columns of hidden.
-        out_features: classes.
-        bias: whether there is one.
+        in_features: the number of columns of hidden.
+        out_features: the number of classes.
+        bias: whether there is a bias.
         ignore_index, label_smoothing, z_loss, softcap, reduction, shift, return_log_probabilities: as for
             `adjoint.linear_cross_entropy`.
-        device, dtype: of the parameters.
+        device, dtype: those of the parameters.
         preference: narrows the choice of plans.
 
     Raises:

@@ -17,9 +17,9 @@ class DenseMLP(nn.Module):
     [intermediate, hidden], `down_proj.weight` [hidden, intermediate].
 
     Args:
-        hidden_size: columns of a token.
-        intermediate_size: columns inside.
-        device, dtype: of the parameters.
+        hidden_size: the number of columns of a token.
+        intermediate_size: the number of columns of gate and up.
+        device, dtype: those of the parameters.
 
     Raises:
         ArgumentError: a size is not positive.

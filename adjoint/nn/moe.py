@@ -18,7 +18,7 @@ from adjoint.ops.moe.route import SCORES
 
 
 class Routing(NamedTuple):
-    """How a layer routed its tokens: the router's logits, and the weights and indices of the experts of each token."""
+    """The routing of a layer's tokens: the router's logits, and the weights and indices of each token's experts."""
 
     logits: Float[Tensor, "*tokens experts"]
     weights: Float[Tensor, "*tokens k"]
@@ -28,11 +28,11 @@ class Routing(NamedTuple):
 class SparseMoE(nn.Module):
     """y[t] = Σ over the experts e of token t of weight[t, e] · expert_e(x[t]) + σ(w·x[t]) · shared(x[t])
 
-    with expert(x) = down · swiglu(gate · x, up · x). Routing is `adjoint.moe.route`, the experts are
-    `adjoint.moe.experts`; the shared expert, and the gate before it, are there when it has a size.
+    with expert(x) = down · swiglu(gate · x, up · x). Routing is `adjoint.moe.route`, and the experts are
+    `adjoint.moe.experts`. The layer has a shared expert, with its gate, if `shared_expert_size` is set.
 
     The state dict has the names and shapes of Hugging Face's `Qwen3NextSparseMoeBlock` and
-    `Qwen3_5MoeSparseMoeBlock`, so each loads what the other has saved:
+    `Qwen3_5MoeSparseMoeBlock`, so each loads the state dict of the other:
 
         gate.weight               [experts, hidden]
         experts.gate_up_proj      [experts, 2·expert size, hidden], gates first
@@ -40,23 +40,23 @@ class SparseMoE(nn.Module):
         shared_expert.gate_proj.weight, .up_proj.weight, .down_proj.weight
         shared_expert_gate.weight [1, hidden]
 
-    The gate may be exchanged for the router of such a block, of which the logits are taken: transformers records those
-    for its auxiliary loss (`adjoint.integrations.transformers`).
+    The gate may be replaced by the router of such a block. Then the layer takes only the logits of the router, which
+    transformers records for its auxiliary loss (`adjoint.integrations.transformers`).
 
-    Checkpoints that hold one matrix per expert (`experts.7.gate_proj.weight`) go through `fuse_experts` first.
+    Checkpoints with separate matrices for each expert (`experts.7.gate_proj.weight`) go through `fuse_experts` first.
 
     Args:
-        hidden_size: columns of a token.
-        expert_size: columns inside an expert.
-        num_experts: how many experts there are.
-        experts_per_token: how many of them a token goes to.
-        shared_expert_size: columns inside the shared expert; None for no shared expert.
-        renormalize: a token's weights add up to 1 (`norm_topk_prob` in a configuration; always in Qwen3.5-MoE).
+        hidden_size: the number of columns of a token.
+        expert_size: the number of columns of gate and up in an expert.
+        num_experts: the number of experts.
+        experts_per_token: the number of experts to which a token goes.
+        shared_expert_size: the number of columns of gate and up in the shared expert; None for no shared expert.
+        renormalize: whether a token's weights add up to 1 (`norm_topk_prob` in a configuration; always in Qwen3.5-MoE).
         score: "softmax" or "sigmoid", as for `adjoint.moe.route`.
         preference: narrows the choice of plans.
 
     Raises:
-        ArgumentError: a size is not positive, or a token cannot go to so many experts.
+        ArgumentError: a size is not positive, or there are fewer experts than `experts_per_token`.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class SparseMoE(nn.Module):
     def forward(
         self, x: Float[Tensor, "*tokens hidden"], return_routing: bool = False
     ) -> "Float[Tensor, '*tokens hidden'] | tuple[Float[Tensor, '*tokens hidden'], Routing]":
-        """The layer; on request also how tokens were routed, for auxiliary losses and statistics."""
+        """The outputs of the layer; on request also the routing of its tokens, for auxiliary losses and statistics."""
         self._check(x)
         logits = self.gate(x)
         if isinstance(logits, tuple):  # a router of transformers: its logits, weights and indices
@@ -116,7 +116,7 @@ class SparseMoE(nn.Module):
     def mix(
         self, x: Float[Tensor, "*tokens hidden"], logits: Float[Tensor, "*tokens experts"]
     ) -> Float[Tensor, "*tokens hidden"]:
-        """The layer for logits that are there already: `gate(x)`, where a loss needs them too."""
+        """The outputs of the layer for logits that the caller has: `gate(x)`, which a loss may need too."""
         self._check(x)
         if not isinstance(logits, Tensor) or logits.shape != (*x.shape[:-1], self.num_experts):
             expected = (*x.shape[:-1], self.num_experts)
@@ -163,15 +163,15 @@ class SparseMoE(nn.Module):
 
 
 class _Experts(nn.Module):
-    """The experts, with their matrices one after the other. It is called as transformers' is, so that hooks on it run
-    and adapters on its parameters are in force."""
+    """The experts, with their matrices stacked. The layer calls this module, as transformers does, so that hooks on it
+    run and adapters of its parameters work."""
 
     def __init__(self, num_experts: int, hidden_size: int, expert_size: int, factory: dict[str, Any]) -> None:
         super().__init__()
         up, down = (num_experts, 2 * expert_size, hidden_size), (num_experts, hidden_size, expert_size)
         self.gate_up_proj = nn.Parameter(torch.empty(up, **factory))
         self.down_proj = nn.Parameter(torch.empty(down, **factory))
-        for matrices in (self.gate_up_proj, self.down_proj):  # as nn.Linear's are
+        for matrices in (self.gate_up_proj, self.down_proj):  # initialised as nn.Linear does
             nn.init.uniform_(matrices, -(matrices.shape[-1] ** -0.5), matrices.shape[-1] ** -0.5)
 
     def forward(
@@ -188,13 +188,14 @@ _ONE_EXPERT = re.compile(r"(?P<prefix>(?:.*\.)?experts\.)(?P<expert>\d+)\.(?P<ma
 
 
 def fuse_experts(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict with one matrix per expert as one with all experts' matrices in one; fused ones pass unchanged.
+    """Stacks the separate matrices of experts in a state dict; stacked ones stay as they are.
 
     `experts.0.gate_proj.weight`, `experts.0.up_proj.weight`, … become `experts.gate_up_proj`, and
-    `experts.0.down_proj.weight`, … `experts.down_proj`, below any prefix: a layer's, or a whole model's.
+    `experts.0.down_proj.weight`, … become `experts.down_proj`. Names may have any prefix, so the state dict may be that
+    of a layer or of a whole model.
 
     Raises:
-        ArgumentError: an expert is missing, or has not all of its three matrices.
+        ArgumentError: an expert is missing, or lacks one of its three matrices.
 
     >>> import torch
     >>> state = {f"mlp.experts.{e}.{m}_proj.weight": torch.zeros(2, 2) for e in (0, 1) for m in ("gate", "up", "down")}

@@ -52,7 +52,7 @@ class RMSNorm(nn.Module):
     @overload
     def forward(self, x: Float[Tensor, "*shape size"], residual: Tensor) -> tuple[Tensor, Tensor]: ...
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """The norm of x; with a residual, that of s = x + residual, and s."""
+        """The norm of x; with a residual, the norm of s = x + residual, and s itself."""
         return rms_norm(  # type: ignore[return-value]
             x, beside(self.weight, x), eps=self.eps, offset=self.offset, residual=residual, preference=self.preference
         )
@@ -67,7 +67,7 @@ class GatedRMSNorm(nn.Module):
     Args:
         size: columns of the last axis.
         eps: what is added to the mean of squares.
-        round_before_gate: x·r is rounded before the weight, as Hugging Face's modules do.
+        round_before_gate: whether x·r is rounded before it is multiplied by the weight, as in Hugging Face's modules.
         device, dtype: of the weight.
         preference: narrows the choice of plans.
 

@@ -1,20 +1,21 @@
-"""Whether an op may take a module's parameters in place of calling it, and as which numbers."""
+"""Whether an op may take a module's parameters instead of calling the module, and in which dtype."""
 
 import torch
 from torch import Tensor, nn
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a module is of a class itself, not of one made from it, and a call runs its forward and nothing else.
+    """Whether a module is of exactly this class, and a call runs its forward and nothing else.
 
-    Adapters, quantisers and sharding exchange the class; hooks, and offloading, which replaces `forward`, do not.
+    Adapters, quantisers and sharding replace the class. Hooks do not, and neither does offloading, which replaces
+    `forward`; so both are looked for.
     """
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return type(module) is kind and "forward" not in vars(module) and not any(hooks)
 
 
 def beside(weight: Tensor, x: Tensor) -> Tensor:
-    """A module's weight, or a table of cosines, as norms, convolutions and rotary positions take it beside x.
+    """A module's weight, or a table of cosines, in a dtype that norms, convolutions and rotary positions take beside x.
 
     Autocast to one 16-bit type, of a model in the other, makes x of another type than the weight, which is then widened
     to float32, exactly. Otherwise such a mixture is a mistake, and the op says so, as it does where x is no tensor.

@@ -1,4 +1,4 @@
-"""`Rotary` as a module: it makes cos and sin of positions, and has nothing in its state dict."""
+"""`Rotary` as a module, which makes cos and sin of positions and has an empty state dict."""
 
 from numbers import Real
 from typing import Any
@@ -17,16 +17,16 @@ from adjoint.ops.rotary import rotary
 class Rotary(nn.Module):
     """Rotates q and k by the angles position·inv_freq, by `adjoint.rotary`.
 
-    inv_freq_i = base^(−2i/R), for the R/2 pairs among the first R = dim·partial_rotary_factor columns of a head. It is
-    float32 whatever the module is cast to, and in no state dict, as in Hugging Face's modules.
+    inv_freq_i = base^(−2i/R), for the R/2 pairs among the first R = dim·partial_rotary_factor columns of a head. As in
+    Hugging Face's modules, it is in no state dict. It stays float32 when the module is cast.
 
     Args:
-        dim: D, the columns of a head.
+        dim: D, the number of columns of a head.
         base: θ; Qwen3-Next has 1e7.
         partial_rotary_factor: the part of a head that is rotated; 0.25 for Qwen3-Next.
-        interleaved: pairs are neighbouring columns instead of columns of two halves.
-        table_dtype: of cos and sin; Hugging Face's modules round them to the dtype of q.
-        device: of inv_freq.
+        interleaved: whether pairs are neighbouring columns; otherwise they have a column in each of two halves.
+        table_dtype: the dtype of cos and sin; Hugging Face's modules round them to the dtype of q.
+        device: the device of inv_freq.
         preference: narrows the choice of plans.
 
     Raises:
@@ -74,7 +74,8 @@ class Rotary(nn.Module):
         return 1.0 / self.base**exponents  # type: ignore[no-any-return]
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Rotary":
-        """Moves as other modules do, but casts nothing; after `to_empty` of a module on meta it has its frequencies."""
+        """Moves the frequencies as other modules do, but does not cast them. `to_empty` of a module on meta computes
+        them."""
         before = self.inv_freq
         super()._apply(fn, recurse)
         device = self.inv_freq.device
@@ -86,8 +87,10 @@ class Rotary(nn.Module):
 
     @torch.no_grad()
     def tables(self, positions: Int[Tensor, "*batch time"]) -> tuple[Float[Tensor, "*batch time pairs"], ...]:
-        """cos and sin of the angles of tokens at these positions, a number for each pair: `rotary` takes them with
-        `rotary_dim=self.rotary_dim`. Layers of one model can share them."""
+        """cos and sin of the angles of tokens at these positions, one number for each pair.
+
+        `rotary` takes them with `rotary_dim=self.rotary_dim`. The layers of a model can share them.
+        """
         if not isinstance(positions, Tensor) or positions.is_floating_point() or positions.is_complex():
             got = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
             raise ArgumentError(f"Rotary: positions must be a tensor of whole numbers, got {got}")
@@ -107,9 +110,10 @@ class Rotary(nn.Module):
 
         Args:
             q, k: as for `adjoint.rotary`.
-            position_ids: whole numbers, [time] or [batch, time]; by default 0, 1, 2, … in every row.
-            cu_seqlens: the bounds of packed sequences in a batch of one row, int32 or int64: each begins at position 0.
-            in_place: overwrites the rotated columns of q and k. Not differentiable.
+            position_ids: integers, [time] or [batch, time]; by default 0, 1, 2, … in every row.
+            cu_seqlens: the bounds of packed sequences in a batch of one row, int32 or int64. Each sequence begins at
+                position 0.
+            in_place: whether to overwrite the rotated columns of q and k. This is not differentiable.
 
         Raises:
             ArgumentError: as `adjoint.rotary`, or positions are of a wrong shape or dtype, or given in two ways.

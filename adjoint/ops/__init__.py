@@ -47,12 +47,12 @@ FAMILIES = tuple(dict.fromkeys(op.partition(".")[0] for op in OPS))
 
 
 def cases(family: str | None = None) -> list[ModuleType]:
-    """The `cases` module of every op, or of those of a family."""
+    """The `cases` modules of all ops, or of the ops of a family."""
     return [import_module(f"adjoint.ops.{op}.cases") for op in OPS if family in (None, op.partition(".")[0])]
 
 
 def builds(target: str) -> Iterator[tuple[str, "Variant"]]:
-    """Every kernel variant that is built ahead of time for a target, by a name of its own, each once."""
+    """Every kernel variant that is built ahead of time for a target, each once and under its own name."""
     names: dict[str, Variant] = {}
     for module in cases():
         listed = module.builds(target) if hasattr(module, "builds") else _of_calls(module, target)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @cache
 def public_functions() -> dict[str, Any]:
-    """Every op's function, by its path below `adjoint`, in the order of the package."""
+    """The public function of every op, by its path below `adjoint`, in the order of the package."""
     import adjoint
     from adjoint.core.plan import published
 
@@ -23,19 +23,19 @@ def public_functions() -> dict[str, Any]:
 
 
 def _functions(module: ModuleType) -> list[tuple[str, Any]]:
-    lazy = ("audit", "integrations", "models")  # of `adjoint`: no ops, and slow to import
+    lazy = ("audit", "integrations", "models")  # names in `adjoint` that are no ops and are slow to import
     return [(name, getattr(module, name)) for name in module.__all__ if name not in lazy]
 
 
 def path_of(subject: "Subject") -> str:
-    """The path of a subject's op, with its mode: "gated_delta.recompute_w_u[narrow T]"."""
+    """The path of a subject's op, with the mode: "gated_delta.recompute_w_u[narrow T]"."""
     op, bracket, mode = subject.name.partition("[")
     paths = {function: path for path, function in public_functions().items()}
     return f"{paths.get(subject.function, op)}{bracket}{mode}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A question that names the known one that is most like a name; nothing where none is."""
+    """A question with the known name that is most similar to a name; empty if none is similar."""
     paths = list(known)
     last = {path.rpartition(".")[2]: path for path in paths} | {path: path for path in paths}
     close = difflib.get_close_matches(name.rpartition(".")[2], last, 1) or difflib.get_close_matches(name, last, 1)
@@ -45,7 +45,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def unknown_op(
     command: str, unknown: Sequence[str], known: Sequence[str], what: str = "ops", families: Sequence[str] = ()
 ) -> str:
-    """The sentence that refuses names of ops, with the nearest name or, where none is near, all of them."""
+    """The sentence that refuses unknown names of ops, with the nearest known name or, if none is near, all names."""
     names, plural = ", ".join(map(repr, unknown)), "s" * (len(unknown) > 1)
     hints = "".join(nearest(name, (*families, *known)) for name in unknown)
     return f"{command}: unknown op{plural} {names}" + (hints or f"; {what} are {', '.join(known)}")

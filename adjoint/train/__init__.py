@@ -6,7 +6,7 @@ __all__ = ["Options", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the rest when it is first asked for: the command's help needs none of it."""
+    """Imports the other names on first use, because the command's help needs none of them."""
     if name == "Options":
         from adjoint.train.options import Options
 

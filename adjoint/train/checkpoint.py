@@ -1,8 +1,9 @@
-"""Checkpoints of a run: written whole or not at all, by one process as safetensors, by many as shards.
+"""Checkpoints of a run. Each is written completely or not at all: by one process as safetensors, by several as shards.
 
-A checkpoint is written into a folder of another name, every file is flushed to the disk, and only then the folder gets
-its name: so whatever has the name of a checkpoint is whole. The older one is removed afterwards. manifest.json, the
-last file, has the size and the checksum of all others, by which a damaged checkpoint is told from a whole one.
+A checkpoint is first written into a folder of another name, and every file is flushed to the disk. Only then does the
+folder get its name, so every folder with the name of a checkpoint is complete. Older checkpoints are removed after
+that. The last file, manifest.json, has the size and the checksum of all others, which show whether a checkpoint is
+damaged.
 """
 
 import json
@@ -33,13 +34,13 @@ _WEIGHTS, _OPTIMIZER, _RANDOM, _SHARDS = "model.safetensors", "optimizer.safeten
 
 @dataclass
 class State:
-    """Everything a run goes on from.
+    """All that a run needs to go on.
 
     Attributes:
-        step: how many steps are done, which is also the position in the data.
-        weights: in float32, by the names of the model's parameters.
-        optimizer: tensors by names.
-        facts: numbers and texts: what the bits depend on, the tokens so far.
+        step: the number of steps done, which is also the position in the data.
+        weights: the weights in float32, by the names of the model's parameters.
+        optimizer: the tensors of the optimizer's state, by name.
+        facts: numbers and texts, such as the tokens so far and the facts on which the bits depend.
     """
 
     step: int
@@ -52,8 +53,8 @@ class Checkpoints:
     """The checkpoints of a run's folder.
 
     Args:
-        folder: of the run.
-        keep: how many are kept.
+        folder: the folder of the run.
+        keep: the number of checkpoints to keep.
         ranks: the processes that write them together.
     """
 
@@ -61,13 +62,13 @@ class Checkpoints:
         self.folder, self._keep, self._ranks = folder / "checkpoints", keep, ranks
 
     def steps(self) -> list[int]:
-        """The steps that there are checkpoints of.
+        """The steps of the checkpoints in the folder.
 
         Raises:
             ArgumentError: the folder cannot be read.
         """
         try:
-            names = os.listdir(self.folder)  # unlike glob, it does not pass over a folder that it may not read
+            names = os.listdir(self.folder)  # unlike glob, it raises for a folder that it may not read
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -80,10 +81,10 @@ class Checkpoints:
     # ------------------------------------------------------------------------------------------ writing
 
     def save(self, state: State, config: HybridConfig, language: Language) -> Path:
-        """Writes a checkpoint, and then removes those that are too many.
+        """Writes a checkpoint, and then removes the oldest ones, so that `keep` are left.
 
         Raises:
-            CannotSave: the disk is full or does not let us; all older checkpoints are there still.
+            CannotSave: the disk is full or cannot be written to. All older checkpoints are still there.
         """
         target = self.path(state.step)
         unfinished = self.folder / f"{_UNFINISHED}{target.name}"
@@ -150,7 +151,7 @@ class Checkpoints:
             shutil.rmtree(path, ignore_errors=True)
 
     def _remove_old(self) -> None:
-        """Takes the name from a checkpoint before its files go: half of one never has the name."""
+        """Removes old checkpoints. Each loses its name before its files, so a part of one never has the name."""
         for step in self.steps()[: -self._keep]:
             self.path(step).rename(self.folder / f"{_UNFINISHED}old-{step}")
         self._remove_unfinished()
@@ -161,7 +162,7 @@ class Checkpoints:
         """The newest whole checkpoint: its step and facts, and sentences about newer ones that are damaged.
 
         Raises:
-            ArgumentError: there is none.
+            ArgumentError: there is no whole checkpoint.
         """
         damaged = []
         for step in reversed(self.steps()):
@@ -176,13 +177,13 @@ class Checkpoints:
         """Copies a checkpoint into the tensors of a state.
 
         Raises:
-            ArgumentError: it is of a model of other sizes.
+            ArgumentError: the checkpoint is of a model of other sizes.
         """
         folder = self.path(step)
         before, now = (
             HybridConfig.from_folder(folder).to_dict(),
             config.to_dict(),
-        )  # what a family does not have is not there
+        )  # a family may not have all of these fields
         if before != now:
             name = next(name for name in {**now, **before} if before.get(name) != now.get(name))
             raise ArgumentError(
@@ -244,7 +245,7 @@ def _failures(error: Any) -> list[BaseException]:
 
 
 def _in_words(failures: list[BaseException]) -> str:
-    """torch, which cannot end a file for which there is no room, raises an error about the position in it."""
+    """The failures in words. If a disk is full, torch raises an error about a position in a file."""
     lines = [line for failure in failures for line in str(failure).strip().splitlines()[:1]]
     return f"a shard was not written, as when the disk is full ({'; '.join(dict.fromkeys(lines))})"
 
@@ -257,7 +258,7 @@ def _read_shards(folder: Path, state: State, ranks: Ranks) -> None:
 
 
 def find_damage(folder: Path) -> str:
-    """What is wrong with a checkpoint's files: empty where nothing is."""
+    """What is wrong with a checkpoint's files; empty if nothing is."""
     try:
         files = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         if not isinstance(files, dict) or "state.json" not in files:
@@ -271,7 +272,7 @@ def find_damage(folder: Path) -> str:
 
 
 def model_in(folder: Path) -> Path | None:
-    """The model of a run, or its newest checkpoint that is one: what another run may start from."""
+    """The folder from which another run may start: the final model of a run, or its newest checkpoint with a model."""
     checkpoints = sorted(folder.glob("checkpoints/step-*"), reverse=True)
     return next((path for path in (folder / "model", *checkpoints) if (path / _WEIGHTS).exists()), None)
 
@@ -303,7 +304,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """A file that is replaced as a whole, or stays as it was."""
+    """Writes a text to a file, which is replaced completely or stays as it was."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     with open(unfinished, "w", encoding="utf-8") as file:
         file.write(text)

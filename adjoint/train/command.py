@@ -1,4 +1,4 @@
-"""The command `adjoint train`: its options are those of `Options`, and a few about where the run is."""
+"""The command `adjoint train`. Its options are those of `Options`, and a few that name files and the run's folder."""
 
 import inspect
 import os
@@ -18,7 +18,7 @@ _NAMES = {"start": "--from"}
 
 
 def parameters() -> list[inspect.Parameter]:
-    """A parameter of the command for each option; None where the user says nothing."""
+    """A parameter of the command for each option. Its value is None if the user does not set it."""
     own = {
         "out": (Path | None, "--out", "The run's folder; a new one under runs/ by default."),
         "resume": (Path | None, "--resume", "Go on with the run in this folder, from its newest checkpoint."),
@@ -55,7 +55,7 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def run(console: Console, values: dict[str, Any]) -> None:
-    """Starts a run, or goes on with one.
+    """Starts a run or resumes one.
 
     Raises:
         ArgumentError, Unsupported: a mistake of the user.
@@ -86,7 +86,7 @@ def run(console: Console, values: dict[str, Any]) -> None:
 
 
 def _train(options: Options, folder: Path, *, resume: bool, console: Console) -> None:
-    """Trains until the end or until Ctrl-C, which becomes a sentence."""
+    """Trains until the end or until Ctrl-C, which becomes an `Interrupted` with a sentence."""
     from adjoint.train.run import OPTIONS, train
 
     try:

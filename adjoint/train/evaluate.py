@@ -15,22 +15,24 @@ from adjoint.train.text.stream import Batch
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens of a document that go through the model together, and how many of its last labels count."""
+    """Tokens of a document that go through the model together, and their labels."""
 
     tokens: Tensor
     labels: Tensor
 
 
 def windows(document: Tensor, length: int) -> list[Window]:
-    """A document in windows that overlap by half: each token but the first is predicted once, and from half a window of
-    tokens before it or more, where the document has them.
+    """Cuts a document into windows that overlap by half.
+
+    Each token but the first is predicted once, from at least half a window of earlier tokens, if the document has that
+    many.
 
     >>> [window.labels.tolist() for window in windows(torch.arange(8), 4)]
     [[1, 2, 3, 4], [-100, -100, 5, 6], [-100, -100, 7]]
     """
     parts = []
     half = length // 2
-    done = 0  # labels up to this token are predicted
+    done = 0  # the labels before this position have been predicted
     begin = 0
     while done < document.numel() - 1:
         tokens = document[begin : begin + length].long()
@@ -47,17 +49,18 @@ def windows(document: Tensor, length: int) -> list[Window]:
 def bits_per_byte(
     objective: Objective, documents: Sequence[Tensor], size: int, length: int, rows: int, vocabulary: int, ranks: Ranks
 ) -> float:
-    """−log₂ p of whole documents, to a byte of their text. A document's first token, which nothing precedes, costs
-    log₂ of the vocabulary.
+    """−log₂ p of whole documents, divided by the bytes of their text.
+
+    A document's first token has no predecessor, and costs log₂ of the size of the vocabulary.
 
     Args:
         objective: the model.
-        documents: tokens of each.
-        size: bytes of their text.
-        length: tokens of a window.
-        rows: windows that go through the model together.
-        vocabulary: how many tokens there are.
-        ranks: windows are shared out over them.
+        documents: the tokens of each document.
+        size: the bytes of their text.
+        length: the number of tokens of a window.
+        rows: the number of windows that go through the model together.
+        vocabulary: the number of tokens in the vocabulary.
+        ranks: the processes that share the windows.
     """
     parts = [window for document in documents for window in windows(document, length)]
     groups = [parts[begin : begin + rows] for begin in range(0, len(parts), rows)]
@@ -67,7 +70,7 @@ def bits_per_byte(
     objective.eval()
     for turn in range(turns):
         index = turn * ranks.size + ranks.rank
-        # All ranks call the model equally often, since its parameters are gathered together.
+        # All ranks must call the model equally often, because they gather its parameters together.
         group = groups[index] if index < len(groups) else [Window(parts[0].tokens, parts[0].labels * 0 + IGNORED)]
         nats += objective(_batch(group).to(ranks.device), with_balance=False).nats.double()
     objective.train(training)

@@ -1,4 +1,5 @@
-"""What a run's bits depend on besides its options: versions, device, threads, plans; and deterministic mode."""
+"""The facts on which a run's bits depend besides its options: versions, device, threads, plans; and the mode of torch
+in which results are repeatable."""
 
 import os
 import platform
@@ -15,10 +16,11 @@ from adjoint.core.op.operator import operators
 
 @contextmanager
 def set_up(deterministic: bool, threads: int) -> Iterator[None]:
-    """Threads, and what repeatable bits take of torch: the mode for its operations, cuBLAS's workspace, and attention.
+    """Sets the number of threads and, for repeatable bits, torch's deterministic mode, cuBLAS's workspace and the kinds
+    of attention.
 
-    cuBLAS reads its variable when it is first used, so this comes before anything runs on the GPU. On leaving, torch is
-    as it was.
+    cuBLAS reads its variable on first use, so this comes before anything runs on the GPU. On leaving, torch's settings
+    are as before; the variable of cuBLAS stays set.
     """
     mode, warn_only = (
         torch.are_deterministic_algorithms_enabled(),
@@ -36,7 +38,7 @@ def set_up(deterministic: bool, threads: int) -> Iterator[None]:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # no bit depends on it
         torch.backends.cudnn.benchmark = False
-        # Flash attention's backward has a deterministic form, which that mode asks for; the other fused ones have none.
+        # Flash attention's backward has a deterministic form, which this mode selects. Other fused ones have none.
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
             yield
     finally:
@@ -47,7 +49,7 @@ def set_up(deterministic: bool, threads: int) -> Iterator[None]:
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """What two runs must share for equal bits, but for their options."""
+    """The facts, besides their options, that two runs must share to have equal bits."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     facts: dict[str, Any] = {
         "adjoint": adjoint.__version__,
@@ -66,17 +68,17 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def used_skus() -> list[str]:
-    """The SKUs, with revisions, of all plans that this process has run."""
+    """The SKUs, with revisions, of all plans that this process has chosen."""
     return sorted({str(plan.sku) for operator in operators() for plan in operator.plans.values()})
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What has changed, by name."""
+    """Sentences that name each fact that has changed."""
     return [f"{name} was {then.get(name)} and is {now.get(name)}" for name in now if then.get(name) != now.get(name)]
 
 
 def changed_skus(then: list[str], now: list[str]) -> list[str]:
-    """Plans that a run did not use before, of operators that it did use: another kernel, revision or architecture."""
+    """Sentences about operators that a run has used and that now have another kernel, revision or architecture."""
     before: dict[str, set[str]] = {}
     for sku in then:
         before.setdefault(sku.split("/")[0], set()).add(_kernel(sku))
@@ -89,7 +91,7 @@ def changed_skus(then: list[str], now: list[str]) -> list[str]:
 
 
 def _kernel(sku: str) -> str:
-    """Operator, backend, kernel, revision and architecture: what is left of a SKU without the problem's own types."""
+    """The part of a SKU that does not depend on the problem: operator, backend, kernel, revision and architecture."""
     return "/".join(sku.split("/")[:5])
 
 

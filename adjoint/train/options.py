@@ -1,4 +1,4 @@
-"""`Options`: everything that decides what a run computes. The command line and the TOML file are both made from it."""
+"""`Options`: all options that decide what a run computes. The command line and the TOML file are made from it."""
 
 import dataclasses
 import difflib
@@ -37,10 +37,11 @@ def _option(
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of a run. An integer of 0 stands for what the preset, or the rest, suggests.
+    """The options of a run. A 0 in some options stands for the value that the preset or other options suggest.
 
     Raises:
-        ArgumentError: a value is of another type, out of range, or none of its choices; the option is named.
+        ArgumentError: a value has the wrong type, is out of range, or is none of its choices. The error names the
+            option.
 
     >>> Options(steps=10).steps
     10
@@ -48,14 +49,14 @@ class Options:
 
     preset: str = _option("tiny", "The model's size.", choices=tuple(PRESETS))
     start: str = _option("", "A Hugging Face folder to fine-tune; then there is no preset.")
-    data: list[str] = _option([], "Files or folders of text; the Python standard library's source by default.")  # noqa: RUF009
-    suffixes: list[str] = _option([], "Which files of a folder are text, such as .py; all text files by default.")  # noqa: RUF009
+    data: list[str] = _option([], "Files or folders of text; by default the source of Python's standard library.")  # noqa: RUF009
+    suffixes: list[str] = _option([], "Suffixes of files to read in a folder, such as .py; by default all text files.")  # noqa: RUF009
     tokenizer: str = _option("", "A tokenizer.json, or a folder with one; bytes by default.")
-    heldout_bytes: int = _option(0, f"Whole files of about so many bytes are held out{SUGGESTED}.", least=0)
+    heldout_bytes: int = _option(0, f"About how many bytes to hold out, in whole files{SUGGESTED}.", least=0)
     sequence_length: int = _option(0, f"Tokens of a row{SUGGESTED}.", least=0)
     batch_rows: int = _option(0, f"Rows of a step, over all ranks and accumulation steps{SUGGESTED}.", least=0)
-    accumulation: int = _option(1, "Parts that a rank's rows of a step go through the model in.", least=1)
-    packing: bool = _option(True, "Documents in a row do not see each other.")
+    accumulation: int = _option(1, "How many parts a rank's rows of a step are divided into.", least=1)
+    packing: bool = _option(True, "Whether documents in a row do not see each other.")
     steps: int = _option(0, f"Steps of the whole run{SUGGESTED}.", least=0)
     learning_rate: float = _option(0.0, f"The highest learning rate{SUGGESTED}.", least=0)
     warmup_steps: int = _option(
@@ -63,19 +64,21 @@ class Options:
     )
     schedule: str = _option("cosine", "How the learning rate falls afterwards.", choices=SCHEDULES)
     final_rate: float = _option(0.1, "The last learning rate, as a part of the highest.", least=0, most=1)
-    optimizer: str = _option("adamw", "muon moves matrices by Muon, and the rest by AdamW.", choices=OPTIMIZERS)
-    weight_decay: float = _option(0.1, "Of matrices; vectors have none.", least=0)
+    optimizer: str = _option("adamw", "muon is Muon for matrices, and AdamW for the rest.", choices=OPTIMIZERS)
+    weight_decay: float = _option(0.1, "Weight decay of matrices; vectors have none.", least=0)
     beta1: float = _option(0.9, "Of AdamW.", least=0, below=1)
     beta2: float = _option(0.95, "Of AdamW.", least=0, below=1)
     momentum: float = _option(0.95, "Of Muon.", least=0, below=1)
     clip: float = _option(1.0, "The largest norm of a step's gradient; 0 for none.", least=0)
-    precision: str = _option("auto", "Of the model's arithmetic; weights are float32.", choices=("auto", *PRECISIONS))
+    precision: str = _option("auto", "The model's arithmetic; weights are float32.", choices=("auto", *PRECISIONS))
     compile: bool = _option(False, "Compile each layer with torch.compile.")
-    activation_checkpointing: bool = _option(False, "Keep only what is between layers, and compute the rest again.")
+    activation_checkpointing: bool = _option(
+        False, "Keep only the values between layers, and compute the others again."
+    )
     deterministic: bool = _option(True, "The same bits from the same options on the same machine.")
     router_loss: float = _option(0.001, "The factor of the routers' load-balancing loss.", least=0)
-    seed: int = _option(0, "Of the weights, the order of documents, and the sample.", least=0, most=2**63 - 1)
-    threads: int = _option(0, "Threads on the CPU; 0 for as many as torch takes.", least=0, most=1024)
+    seed: int = _option(0, "The seed of weights, order of documents, and sample.", least=0, most=2**63 - 1)
+    threads: int = _option(0, "Threads on the CPU; 0 for torch's default.", least=0, most=1024)
     device: str = _option("auto", "cpu or cuda; auto takes the GPU if there is one.")
     evaluate_every: int = _option(0, "Steps between evaluations; 0 for one at the end.", least=0)
     checkpoint_every: int = _option(0, "Steps between checkpoints; 0 for about five in a run.", least=0)
@@ -93,23 +96,23 @@ class Options:
             raise ArgumentError(_unknown("preset", self.preset, PRESETS))
 
     def replace(self, **changes: Any) -> "Options":
-        """The same with some options changed."""
+        """The same options with some of them changed."""
         return dataclasses.replace(self, **changes)
 
     def complete(self) -> "Options":
-        """The same with the preset's numbers, or those of fine-tuning, where the user gave none."""
+        """The same options, in which values of 0 or nothing are replaced by those of the preset or of fine-tuning."""
         defaults: dict[str, Any] = dict(FINE_TUNING if self.start else PRESETS[self.preset].training)
         steps = self.steps or defaults["steps"]
         defaults |= {"warmup_steps": max(1, min(steps // 10, 1000)), "checkpoint_every": max(1, -(-steps // 5))}
         return self.replace(**{name: value for name, value in defaults.items() if not getattr(self, name)})
 
     def differences(self, other: "Options", names: Iterable[str] | None = None) -> list[str]:
-        """Which of two runs' options differ."""
+        """The names of the options in which two runs differ."""
         named = [option.name for option in fields(self)] if names is None else names
         return [name for name in named if getattr(self, name) != getattr(other, name)]
 
     def to_toml(self) -> str:
-        """The text of a file that `read_toml` reads; every option is in it, with what it means."""
+        """The text of a file that `read_toml` reads, with every option and its meaning."""
         lines = ["# The options of an `adjoint train` run: adjoint train --config THIS_FILE starts it again.", ""]
         for option in fields(self):
             lines += [f"# {option.metadata['help']}", f"{option.name} = {_toml(getattr(self, option.name))}", ""]
@@ -124,11 +127,11 @@ RESUMABLE = ("evaluate_every", "checkpoint_every", "keep", "log_every", "tensorb
 
 
 ELSEWHERE = ("start", "data", "suffixes", "tokenizer", "device", "threads")
-"""Options of which a checkpoint has the outcome: the architecture, the hash of the text, the machine."""
+"""Options whose effect a checkpoint records instead: the architecture, the hash of the text, the machine."""
 
 
 def _checked(option: "dataclasses.Field[Any]", kind: Any, value: Any) -> Any:
-    """A value of its option, converted where nothing is lost."""
+    """Checks a value of an option, and converts an integer to a float where the option is one."""
     if kind is float and type(value) is int:
         value = float(value)
     is_list = get_origin(kind) is list
@@ -140,7 +143,7 @@ def _checked(option: "dataclasses.Field[Any]", kind: Any, value: Any) -> Any:
         )
     try:
         "".join(value if is_list or kind is str else ()).encode()
-    except UnicodeEncodeError:  # a command line with other bytes
+    except UnicodeEncodeError:  # the command line has bytes that are not UTF-8
         raise ArgumentError(f"train: {option.name} must be UTF-8 text, got {value!r}") from None
     least, choices = option.metadata["least"], option.metadata["choices"]
     if least is not None and not value >= least:
@@ -158,7 +161,7 @@ def _checked(option: "dataclasses.Field[Any]", kind: Any, value: Any) -> Any:
 
 
 def _unknown(what: str, name: str, known: Iterable[str]) -> str:
-    """A sentence about a name that is none of some others, with the nearest."""
+    """A sentence about an unknown name, with the nearest known one."""
     known = list(known)
     near = difflib.get_close_matches(name, known, 1, 0.5)
     hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
@@ -172,10 +175,10 @@ def _toml(value: Any) -> str:
 
 
 def parse_options(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    """Names and values as options.
+    """Checks the names of options, and returns names and values as a dictionary.
 
     Raises:
-        ArgumentError: there is no option of a name; the nearest is named.
+        ArgumentError: there is no option with a name. The error names the nearest one.
     """
     for name in values:
         if name not in TYPES:
@@ -184,10 +187,10 @@ def parse_options(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
 
 
 def refuse_zeros(values: Mapping[str, Any]) -> None:
-    """Refuses a 0 that a user writes where it stands for what the preset suggests: nobody means that by it.
+    """Refuses a 0 that a user writes for an option in which 0 stands for a suggested value, because nobody means that.
 
     Raises:
-        ArgumentError: an option is 0; it is named.
+        ArgumentError: such an option is 0. The error names it.
     """
     for name in (*FINE_TUNING, "warmup_steps"):
         if name in values and type(values[name]) in (int, float) and values[name] == 0:
@@ -196,10 +199,10 @@ def refuse_zeros(values: Mapping[str, Any]) -> None:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The options that a TOML file names.
+    """The options in a TOML file.
 
     Raises:
-        ArgumentError: there is no such file, it is no TOML, or an option is unknown.
+        ArgumentError: there is no such file, it is not TOML, or an option is unknown.
     """
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Preset:
-    """A model's sizes in the words of `HybridConfig`, without a vocabulary, and the options it is trained with."""
+    """A model's sizes, as fields of `HybridConfig` without a vocabulary, and the options for its training."""
 
     model: Mapping[str, Any]
     training: Mapping[str, Any]
@@ -24,7 +24,11 @@ class Preset:
 def _dense(
     hidden: int, layers: int, heads: int, head_size: int, linear_heads: int, width: int, **more: Any
 ) -> dict[str, Any]:
-    """Three Gated DeltaNet layers to one of attention; two query heads to one of keys, twice as many value heads."""
+    """The sizes of a model with a dense MLP in each layer.
+
+    By default there are three Gated DeltaNet layers for each layer of attention. Attention has four query heads for
+    each key head, and Gated DeltaNet has two value heads for each key head.
+    """
     return {
         "model_type": "qwen3_5_text",
         "hidden_size": hidden,
@@ -62,7 +66,8 @@ _SMALL = {
     "partial_rotary_factor": 0.5,
     "initializer_range": 0.08,
 }
-"""Two layers: in two minutes steps count for more than depth. Narrow models begin with weights of about 1/√hidden."""
+"""The sizes of the small models. They have two layers, because in two minutes steps are worth more than depth. Their
+initial weights are about 1/√hidden, as suits narrow models."""
 
 PRESETS: dict[str, Preset] = {
     "tiny": Preset(
@@ -80,4 +85,4 @@ PRESETS: dict[str, Preset] = {
 }  # fmt: skip
 
 FINE_TUNING: dict[str, Any] = _training(8, 1024, 1000, 2e-5, 64 * 2**10)
-"""How a model from a folder is trained, whatever its size."""
+"""The options for training a model from a folder, whatever its size."""

@@ -38,7 +38,7 @@ OPTIONS = "options.toml"
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to."""
+    """The result of a run."""
 
     folder: Path
     step: int
@@ -46,17 +46,18 @@ class Result:
 
 
 def train(options: Options, folder: Path, *, resume: bool = False, console: Console | None = None) -> Result:
-    """Trains a model, or goes on with a run.
+    """Trains a model, or resumes a run.
 
     Args:
-        options: of a new run; of one that goes on, `read_options` of its folder.
-        folder: of the run: options, checkpoints, metrics, the curve, and the model at the end.
-        resume: goes on from the newest whole checkpoint of the folder, or begins again where there is none yet.
-        console: where progress is shown.
+        options: the options of a new run; for a run that is resumed, `read_options` of its folder.
+        folder: the folder of the run, for options, checkpoints, metrics, the curve, and the model at the end.
+        resume: whether to go on from the newest whole checkpoint of the folder; if there is none yet, the run begins
+            again.
+        console: the console that shows progress.
 
     Raises:
         ArgumentError: an option, the data or a checkpoint is wrong.
-        Unsupported: something is asked for that is not here.
+        Unsupported: something that is asked for is not available.
         CannotSave: the folder cannot be written to.
         NotFinite: a loss or a gradient is not finite.
         RankLost: another process of the run has ended.
@@ -72,7 +73,7 @@ def open_folder(folder: Path, options: Options, ranks: Ranks) -> None:
     """Makes the folder of a new run, and writes its options.
 
     Raises:
-        ArgumentError: there is a run in it already, or it cannot be made.
+        ArgumentError: the folder has a run already, or cannot be made.
     """
     if ranks.share((folder / OPTIONS).exists()):
         raise ArgumentError(f"train: there is a run in {folder} already; go on with --resume {folder}, or name another")
@@ -88,10 +89,10 @@ def open_folder(folder: Path, options: Options, ranks: Ranks) -> None:
 
 
 def read_options(folder: Path, changes: dict[str, Any]) -> Options:
-    """The options of a run that goes on.
+    """The options of a run that is resumed.
 
     Raises:
-        ArgumentError: there is no run, or a change is asked for that would make it another.
+        ArgumentError: there is no run, or one of the changes would make it another run.
     """
     if not (folder / OPTIONS).exists():
         raise ArgumentError(f"train: there is no run in {folder} to resume: it has no {OPTIONS}")
@@ -112,7 +113,7 @@ def _from(folder: Path) -> str:
 
 
 def _require_model(start: Path) -> None:
-    """Refuses a folder to start from that is no model's; a run's folder has one in it.
+    """Refuses a folder to start from that has no model. If it is the folder of a run, the error names the model in it.
 
     Raises:
         ArgumentError: it has no config.json.
@@ -159,7 +160,7 @@ class Run:
         return getattr(torch, self.options.precision)  # type: ignore[no-any-return]
 
     def _make_model(self) -> HybridLM:
-        """The model in float32, with weights drawn on the CPU, so that they are the same on every device."""
+        """Makes the model in float32. Its weights are drawn on the CPU, so they are the same for every device."""
         if self.options.start:
             model = HybridLM.from_pretrained(self.options.start, dtype=torch.float32)
             if model.config.vocab_size < self.language.vocabulary:
@@ -180,7 +181,7 @@ class Run:
     # ------------------------------------------------------------------------------------------- the run
 
     def go(self, resume: bool) -> Result:
-        """All steps from the first or the newest checkpoint on, and what comes at the end."""
+        """Runs all steps, from the first or from the newest checkpoint, and then the end of the run."""
         facts = machine.describe(self.ranks.device)
         first = self._resume(facts) if resume else 0
         if not resume:
@@ -233,7 +234,7 @@ class Run:
 
     @property
     def _recorded(self) -> dict[str, Any]:
-        """The options that a checkpoint's numbers depend on, and that nothing else in it tells."""
+        """The options on which a checkpoint's numbers depend and that nothing else in the checkpoint records."""
         options = asdict(self.options)
         return {name: value for name, value in options.items() if name not in (*RESUMABLE, *ELSEWHERE)}
 
@@ -297,7 +298,7 @@ class Run:
             self.config.vocab_size,
             self.ranks,
         )
-        if not metrics.has_evaluation(step):  # a run that was killed after its last evaluation has it
+        if not metrics.has_evaluation(step):  # a run that was killed after its last evaluation has the line already
             metrics.add({"step": step, "heldout_bits_per_byte": bits})
         display.say(f"step {step}: {bits:.3f} bits per byte of held-out files")
         return bits
@@ -305,7 +306,7 @@ class Run:
     # ------------------------------------------------------------------------------------------- the end
 
     def _finish(self, metrics: Metrics, bits: float) -> None:
-        """The model as a Hugging Face folder, the curve, and a sample."""
+        """Writes the model as a Hugging Face folder, the curve, and a sample."""
         folder = self.folder / "model"
         model = self._whole_model()
         if not self.ranks.is_first:
@@ -341,11 +342,11 @@ class Run:
         return model.eval()
 
     def _sample(self, folder: Path) -> None:
-        """Text by the model that was written, read again."""
+        """Generates a text with the model, which is read again from its folder."""
         model = HybridLM.from_pretrained(folder, device=self.ranks.device).eval()
         prompt = self.language.tokens(self.options.prompt.encode()).tolist()
         generator = torch.Generator(self.ranks.device).manual_seed(self.options.seed)
-        torch.use_deterministic_algorithms(False)  # the draw of a token has no such form on a GPU
+        torch.use_deterministic_algorithms(False)  # drawing a token has no deterministic form on a GPU
         tokens = model.generate(
             [prompt], self.options.sample_tokens, temperature=0.7, top_p=0.95, generator=generator
         )[0]  # fmt: skip

@@ -1,12 +1,12 @@
-"""The errors that stop a run which has begun; those of the user's making are `ArgumentError` and `Unsupported`."""
+"""The errors that stop a run after its beginning. Mistakes of the user are `ArgumentError` and `Unsupported`."""
 
 
 class CannotSave(RuntimeError):
-    """A file of a run could not be written; what was there before still is."""
+    """A file of a run could not be written; earlier files are unchanged."""
 
 
 class NotFinite(RuntimeError):
-    """A loss or a gradient is infinite or undefined; the sentence says where it was first seen."""
+    """A loss or a gradient is infinite or NaN; the sentence says where this was first seen."""
 
 
 class RankLost(RuntimeError):
@@ -14,7 +14,7 @@ class RankLost(RuntimeError):
 
 
 class Interrupted(RuntimeError):
-    """The user pressed Ctrl-C; the sentence says from where the run can go on."""
+    """The user pressed Ctrl-C; the sentence says how to resume the run."""
 
 
 STOPS = (CannotSave, NotFinite, RankLost)

@@ -25,15 +25,16 @@ from adjoint.verify.report.summary import op_of
 from adjoint.verify.run import Row
 
 PASSED, FAILED, INTERRUPTED = 0, 1, 130
-"""Exit statuses; the last is what shells give for Ctrl-C."""
+"""Exit statuses. The last one is the status that shells give for Ctrl-C."""
 
 QUICK, THOROUGH, EVERYTHING = "quick", "thorough", "everything"
-"""How deep checks go: once for every plan and promise; all; and those too that hardly depend on it in every dtype."""
+"""The depths: every plan and promise once; all checks; and all checks, with even those that hardly depend on the dtype
+in every dtype."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to: its exit status, its rows, and what is known of it."""
+    """The result of a run: its exit status, its rows, and facts about it."""
 
     status: int
     rows: list[Row]
@@ -55,7 +56,7 @@ def check(
     path: Path | None = None,
     verbose: bool = False,
 ) -> Outcome:
-    """Runs the checks of a shard, shows what came of them, and saves their rows where there is a path."""
+    """Runs the checks of a shard, shows their results, and saves their rows if there is a path."""
     start = time.perf_counter()
     processes = workers.default_processes(device) if processes is None else processes
     if processes < 1:
@@ -70,7 +71,7 @@ def check(
     rows: dict[int, list[Row]] = {}
     part = Part(_suite(everything, device), shard, rows)
     if path is not None:
-        shards.save(part, path)  # a path that cannot be written to is refused before minutes of work
+        shards.save(part, path)  # so that a path that cannot be written to is refused before minutes of work
     waiting = [op_of(everything[position].op) for position in part.positions]
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
@@ -115,7 +116,7 @@ def check(
 
 @contextmanager
 def _in_one_thread() -> Iterator[None]:
-    """Small tensors wait for each other where they are shared out to threads on cores that others use."""
+    """Runs a block in one thread, because threads that share small tensors wait for each other on busy cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -147,7 +148,7 @@ def _count(rows: Sequence[Row]) -> str:
 
 
 def _show_unfinished(console: Console, part: Part, waiting: Sequence[str]) -> None:
-    """A line for each op of which some checks ran; the names of those of which none did."""
+    """Prints a line for each op of which some checks ran, and the names of the ops of which none did."""
     began = [entry for entry in summary.tallies(part.all_rows) if entry.op in waiting]
     for entry in began:
         console.print(summary.line(entry, missing=waiting.count(entry.op)))

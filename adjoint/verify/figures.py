@@ -33,24 +33,25 @@ from adjoint.verify.run import Comparison, Evaluation, compare, evaluate, genera
 FOLDER = Path(__file__).with_name("recorded")
 
 MARGIN = 1.5
-"""Figures over the errors that were measured: what other libraries and drivers change is less."""
+"""The ratio of a figure to the measured error. Other libraries and drivers change errors by less."""
 
 FEWEST = 256
-"""Numbers whose error is no luck. An output that has fewer in every case is computed for several seeds."""
+"""The fewest numbers whose error does not depend on luck. An output that has fewer in every case is computed for
+several seeds."""
 
 MOST_SEEDS = 16
 
 ROUNDED_ONCE = 12**-0.5
-"""Of the unit roundoff: the smallest norm-relative error of numbers that are rounded, however often. What is below it
-are exact numbers among others, and whichever library multiplied. Such an error counts as this, unless an output has no
-larger one."""
+"""The smallest norm-relative error of numbers that are rounded, as a share of the unit roundoff. A smaller error means
+that some of the numbers are exact, which may depend on the library that multiplied. It counts as this much, unless the
+output has no larger error in any case."""
 
 Figures = dict[str, dict[str, dict[str, dict[str, float]]]]
 """The content of a file."""
 
 
 class Place(NamedTuple):
-    """Where the figures of a case stand: the file, and the keys within it."""
+    """The place of a case's figures: the file, and the keys within it."""
 
     machine: str
     dtype: str
@@ -71,11 +72,11 @@ class Error(NamedTuple):
 
 
 Errors = dict[Place, dict[str, Error]]
-"""By case and output."""
+"""Errors by case and output."""
 
 
 def machine_of(device: torch.device, backend: str) -> str:
-    """The name of a machine, as its folder has it, for plans of a backend."""
+    """The name of the machine's folder, for plans of a backend."""
     if device.type == "cuda":
         return slug(torch.cuda.get_device_name(device))
     return "interpreter" if backend == "triton" else device.type
@@ -101,7 +102,7 @@ def place_of(evaluation: Evaluation, dtype: torch.dtype, case: Case) -> Place:
 
 
 def revised(candidates: Sequence[Any]) -> str:
-    """The names of plans with their revisions: another revision has other bits, and needs other figures."""
+    """The names of plans with their revisions. Another revision has other bits, and needs its own figures."""
     return " + ".join(dict.fromkeys(f"{candidate.name} r{candidate.revision}" for candidate in candidates))
 
 
@@ -114,17 +115,17 @@ def path_of(machine: str, dtype: str, folder: Path) -> Path:
 
 @cache
 def read(path: Path) -> Figures | None:
-    """The figures of a file; None where there is no such file."""
+    """The figures of a file; None if there is no such file."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def load(machine: str, dtype: str) -> Figures | None:
-    """The figures of a machine and dtype; None where nobody recorded any."""
+    """The figures of a machine and dtype; None if nobody recorded any."""
     return read(path_of(machine, dtype, FOLDER))
 
 
 def recorded(place: Place) -> Mapping[str, float] | None:
-    """The figures of a case by output; None on a machine that nobody recorded."""
+    """The figures of a case by output; None if nobody recorded this machine."""
     figures = load(place.machine, place.dtype)
     if figures is None:
         return None
@@ -132,7 +133,7 @@ def recorded(place: Place) -> Mapping[str, float] | None:
 
 
 def of_errors(errors: Errors) -> Figures:
-    """The figures of errors."""
+    """Makes figures from errors."""
     figures: Figures = {}
     for place, by_output in errors.items():
         alike = [outputs for other, outputs in errors.items() if other[:-1] == place[:-1]]
@@ -151,7 +152,7 @@ def _figure(place: Place, error: Error, all_cases: Sequence[Error]) -> float:
 
 
 def save(figures: Figures, path: Path) -> None:
-    """Writes figures to a file, a case on a line."""
+    """Writes figures to a file, one case a line."""
 
     def lines(value: Any, depth: int) -> str:
         if depth == 3 or not value:
@@ -166,7 +167,7 @@ def save(figures: Figures, path: Path) -> None:
 
 
 def _write(text: str, path: Path) -> None:
-    """Writes a file whole, or not at all."""
+    """Writes a file completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(text + "\n", encoding="utf-8")
@@ -174,13 +175,13 @@ def _write(text: str, path: Path) -> None:
 
 
 def pending(machine: str, folder: Path | None = None) -> dict[str, list[str]]:
-    """The subjects, by dtype, that a run on a machine did not get to."""
+    """The subjects, by dtype, that a run on a machine did not reach."""
     path = path_of(machine, "pending", folder or FOLDER)
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def save_pending(subjects: Mapping[str, Sequence[str]], machine: str, folder: Path) -> None:
-    """Writes what `pending` reads: no file where there are none."""
+    """Writes the file that `pending` reads; if there are no subjects, removes it."""
     path = path_of(machine, "pending", folder)
     if subjects:
         _write(json.dumps(subjects, indent=1, ensure_ascii=False), path)
@@ -192,14 +193,17 @@ def save_pending(subjects: Mapping[str, Sequence[str]], machine: str, folder: Pa
 
 
 def has_error(guarantee: Guarantee) -> bool:
-    """Whether an output is computed, and not copied: the promise of a copy is an error of 0."""
+    """Whether an output is computed. An output that is only copied promises an error of 0."""
     statement = guarantee.error
     return not (isinstance(statement, Derived) and statement.is_zero)
 
 
 def seeds_of(sizes: Mapping[Place, Mapping[str, int]]) -> dict[Place, dict[str, int]]:
-    """Which outputs of which cases have figures, by how many numbers they have: those of enough, and the largest of an
-    output that has none. To each, how many seeds its error is measured over."""
+    """The outputs of each case that have figures, each with the number of seeds over which its error is measured.
+
+    `sizes` has the number of elements of each output of each case. An output has a figure in every case in which it has
+    enough elements. If there is no such case, it has a figure in the case in which it is largest.
+    """
     by_output: dict[tuple[Any, ...], dict[Place, int]] = {}
     for place, outputs in sizes.items():
         for output, size in outputs.items():
@@ -214,7 +218,7 @@ def seeds_of(sizes: Mapping[Place, Mapping[str, int]]) -> dict[Place, dict[str, 
 
 
 def samples(comparisons: Sequence[Comparison]) -> dict[str, "Sample"]:
-    """The outputs that are computed, by name."""
+    """Samples of the outputs that are computed, by name."""
     return {
         x.name: Sample(x.result.numel(), x.relative_error, torch.finfo(x.result.dtype).eps / 2)
         for x in comparisons
@@ -223,7 +227,7 @@ def samples(comparisons: Sequence[Comparison]) -> dict[str, "Sample"]:
 
 
 class Sample(NamedTuple):
-    """How many numbers an output has, their norm-relative error for one seed, and the unit roundoff of its dtype."""
+    """The number of elements of an output, its norm-relative error for one seed, and its dtype's unit roundoff."""
 
     size: int
     error: float
@@ -233,7 +237,7 @@ class Sample(NamedTuple):
 def due_of(
     subject: Subject, dtype: torch.dtype, preference: Preference, machine: str, device: torch.device
 ) -> dict[Place, dict[str, int]]:
-    """The cases and outputs that have figures on a machine, with the numbers of their seeds; nothing is computed."""
+    """The cases and outputs that have figures on a machine, each with its number of seeds; nothing is computed."""
     sizes: dict[Place, dict[str, int]] = {}
     for case in subject.cases:
         inputs = case.make(dtype, torch.device("cpu"), generator())
@@ -244,7 +248,7 @@ def due_of(
         backward = {name: by_name[name] for name in subject.gradients(inputs)}
         try:
             plans = [select(operator, problem, resolve(preference)) for operator, problem in call.problems(device)]
-        except Unsupported:  # a plan that is named may not take every case
+        except Unsupported:  # a plan that is asked for by name may not take every case
             continue
         place = Place(machine, short(dtype), subject.name, revised([plan.candidate for plan in plans]), case.name)
         sizes[place] = {
@@ -257,11 +261,11 @@ def due_of(
 
 
 Draw = Callable[[str, int], Mapping[str, Sample]]
-"""The samples of a case for a seed."""
+"""A function that gives the samples of a case for a seed."""
 
 
 def errors_of(due: Mapping[Place, Mapping[str, int]], draw: Draw) -> Errors:
-    """The errors of cases and outputs, each over so many seeds."""
+    """The errors of cases and outputs, each measured over its number of seeds."""
     errors: Errors = {}
     for place, seeds in due.items():
         of_seeds = [draw(place.case, seed) for seed in range(max(seeds.values()))]
@@ -279,6 +283,6 @@ def _root_mean_square(samples: Sequence[Sample]) -> Error:
 
 
 def drawing(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> Draw:
-    """Evaluates a subject's cases."""
+    """A function that evaluates a subject's cases for a seed."""
     cases = {case.name: case for case in subject.cases}
     return lambda case, seed: samples(compare(evaluate(subject, cases[case], dtype, device, preference, seed)))

@@ -24,7 +24,7 @@ from adjoint.verify.parallel import workers
 from adjoint.verify.run import Row
 
 RECORDED, FAILED, INTERRUPTED = 0, 1, 130
-"""Exit statuses; the last is what shells give for Ctrl-C."""
+"""Exit statuses. The last one is the status that shells give for Ctrl-C."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Measured(Row):
 
 
 CASES_OF_A_JOB = 4
-"""Few enough that no process is left with much to compile at the end."""
+"""The number of cases in a job, so small that no process has much left to compile at the end."""
 
 
 def measure(
     subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference, part: slice = slice(None)
 ) -> list[Row]:
-    """The errors of all cases that have figures, or of a part of these cases."""
+    """Measures the errors of all cases that have figures, or of a part of these cases."""
     machine = figures.machine_of(device, "triton" if figures.is_on_kernels(preference) else "eager")
     due = figures.due_of(subject, dtype, preference, machine, device)
     chosen = {place: due[place] for place in list(due)[part]}
@@ -51,7 +51,8 @@ def measure(
 
 
 def jobs(ops: Sequence[str] | None, device: torch.device) -> list[Job]:
-    """What is measured on a device, kernels first: in Triton's interpreter they alone, as nothing else is new there."""
+    """The jobs that measure errors on a device, kernels first. In Triton's interpreter there are only kernels, because
+    PyTorch gives the same results there as without it."""
     listing = []
     for subject in (on_device(subject, device) for subject in subjects(ops)):
         preferences = [(Preference(backend=name), served.dtypes) for name, served in served_backends(subject, device)]
@@ -61,7 +62,7 @@ def jobs(ops: Sequence[str] | None, device: torch.device) -> list[Job]:
             job_of(subject, f"record {number}/{len(parts)}", dtype, device, preference, partial(measure, part=part))
             for preference, dtypes in preferences
             for dtype in dtypes
-            if dtype != torch.float64  # whose reference rounds as much as it does
+            if dtype != torch.float64  # it has no figures, because the reference rounds as much as the results
             for number, part in enumerate(parts, 1)
         ]
     chosen = [job for job in listing if not interpreting() or job.backend == "triton"]
@@ -71,9 +72,9 @@ def jobs(ops: Sequence[str] | None, device: torch.device) -> list[Job]:
 def record(
     console: Console, ops: Sequence[str], device: torch.device, folder: Path, *, processes: int | None = None
 ) -> int:
-    """Writes the figures of the ops' cases to a folder, beside those that are there. Returns the exit status.
+    """Writes the figures of the ops' cases to a folder, beside the figures there. Returns the exit status.
 
-    The files can then take the place of the package's own, after a look at what changed.
+    After a review of the changes, the files can replace those of the package.
     """
     processes = workers.default_processes(device) if processes is None else processes
     if processes < 1:
@@ -94,7 +95,7 @@ def record(
             for row in rows:
                 failed += not row.passed
                 if isinstance(row, Measured):
-                    files.add(listing[position], row.errors)  # and saves them, for a run that is interrupted
+                    files.add(listing[position], row.errors)  # this also saves them, in case the run is interrupted
                 line = f"{done}/{len(listing)} {listing[position].label}: {row.measured} {row.detail}"
                 console.print(Text(line, style="dim" if row.passed else "red"), soft_wrap=True)
     for path in files.paths:
@@ -104,13 +105,14 @@ def record(
 
 
 def _rank(job: Job) -> tuple[int, ...]:
-    """Kernels first; the first parts of all subjects before the second ones, which find their kernels compiled."""
+    """The rank of a job: kernels first, and the first part of every subject before the second parts, which then find
+    their kernels compiled."""
     part = int(job.check.split()[1].partition("/")[0])
     return int(job.backend != "triton"), part, workers.place_of_op(job)
 
 
 class _Files:
-    """Files of figures in a folder, which begin as they are there, or else as the package has them."""
+    """Files of figures in a folder. A file that is not there begins as a copy of the package's own."""
 
     def __init__(self, folder: Path, listing: Sequence[Job], device: torch.device) -> None:
         self._folder = folder
@@ -119,7 +121,7 @@ class _Files:
         self._errors: dict[tuple[Path, str], Errors] = {}
         self._waiting = Counter(map(self._key, listing))
         try:
-            self._save_pending()  # refused before the work
+            self._save_pending()  # so that a folder that cannot be written to is refused before the work
         except OSError as error:
             raise ArgumentError(f"verify: cannot write figures to {folder}: {error}") from error
 
@@ -131,7 +133,7 @@ class _Files:
         return sorted(self._figures)
 
     def add(self, job: Job, errors: Errors) -> None:
-        """Adds what a job measured, in place of what its subject had before this run."""
+        """Adds the errors that a job measured, and replaces the figures that its subject had before this run."""
         for place in errors:
             path = figures.path_of(place.machine, place.dtype, self._folder)
             if path not in self._figures:
@@ -139,7 +141,7 @@ class _Files:
                 own = figures.load(place.machine, place.dtype) if there is None else there
                 self._figures[path] = deepcopy(own or {})
             of_subject = self._errors.setdefault((path, place.subject), {})
-            # Two preferences may lead to the same plans, and one of them to a figure that the other has elsewhere.
+            # Two preferences may choose the same plans, and each may measure outputs that the other measures elsewhere.
             of_subject[place] = errors[place] | of_subject.get(place, {})
         for path, subject in {(figures.path_of(x.machine, x.dtype, self._folder), x.subject) for x in errors}:
             self._figures[path] |= figures.of_errors(self._errors[path, subject])
@@ -148,7 +150,7 @@ class _Files:
         self._save_pending()
 
     def _save_pending(self) -> None:
-        """Names what is not measured yet: nothing, once every job has been."""
+        """Writes the names of the subjects that are not measured yet."""
         for machine in {machine for machine, _, _ in self._waiting}:
             pending = figures.pending(machine, self._folder)
             for (where, dtype, subject), count in self._waiting.items():

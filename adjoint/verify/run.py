@@ -20,13 +20,13 @@ from adjoint.core.problem import short
 
 @dataclass(frozen=True)
 class Row:
-    """What one check found for one op, dtype and plan.
+    """The result of one check for one op, dtype and plan.
 
     Attributes:
         guarantee: the promise that was checked, in words.
-        measured: what was found: an error beside its limit, or a count of comparisons.
-        detail: what went wrong, when something did.
-        skus: of the plans that ran.
+        measured: an error with its limit, or a number of comparisons.
+        detail: what went wrong, if something did.
+        skus: the SKUs of the plans that ran.
     """
 
     op: str
@@ -42,7 +42,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Inputs, upstream gradients, and what came of them: the public outputs, a gradient per floating input."""
+    """Inputs and upstream gradients, with their results: the public outputs and a gradient for each floating input."""
 
     subject: Subject
     preference: Preference
@@ -61,18 +61,18 @@ class Evaluation:
 
     @property
     def plan_names(self) -> str:
-        """The name of the plan, and of its adjoint where that is another."""
+        """The name of the plan, and that of its adjoint if it differs."""
         names = (self.plan.name, self.plan.adjoint.name) if self.plan.adjoint is not None else (self.plan.name,)
         return " + ".join(dict.fromkeys(names))
 
     @property
     def skus(self) -> tuple[str, ...]:
-        """Of the plan and of its adjoint."""
+        """The SKUs of the plan and of its adjoint."""
         return tuple(str(side.sku) for side in (self.plan, self.plan.adjoint) if side is not None)
 
     @cached_property
     def guarantees(self) -> tuple[dict[str, Guarantee], dict[str, Guarantee]]:
-        """What the public outputs promise, and what the gradients do, by name and in order."""
+        """The promises of the public outputs and those of the gradients, by name and in order."""
         chosen = self.plan
         assert chosen.adjoint is not None
         public = chosen.operator.outputs[: len(self.outputs)]
@@ -87,22 +87,23 @@ class Evaluation:
         return all(getattr(g, flag) for g in forward.values()), all(getattr(g, flag) for g in backward.values())
 
     def again(self, inputs: Inputs | None = None, upstream: tuple[Tensor, ...] | None = None) -> "Evaluation":
-        """Once more, with other inputs or upstream gradients where they are stated."""
+        """Evaluates once more; with other inputs or upstream gradients, if these are stated."""
         inputs, upstream = self.inputs if inputs is None else inputs, self.upstream if upstream is None else upstream
         return differentiate(self.subject, inputs, upstream, self.preference)
 
     def row(
         self, check: str, dtype: torch.dtype, guarantee: str, measured: str | None = None, wrong: Sequence[str] = ()
     ) -> Row:
-        """The verdict of a check: it passed if nothing is wrong; what was found is, by default, what is promised."""
+        """The row of a check, which passed if nothing is wrong. By default, `measured` is the same as `guarantee`."""
         where = self.subject.name, check, short(dtype), self.plan_names
         return Row(*where, guarantee, measured or guarantee, not wrong, "; ".join(wrong), self.skus)
 
 
 def as_tuple(value: Any) -> tuple[Tensor, ...]:
-    """The floating tensors a public function returns, in order, those of nested tuples too, and without a None.
+    """The floating tensors that a public function returns, in order, including those in nested tuples.
 
-    Whole numbers, such as a layout's, have no gradient and no error to measure: they are for the family's own tests.
+    Integer tensors, such as those of a layout, have no gradient and no error to measure. The family's own tests check
+    them.
     """
     if isinstance(value, Tensor):
         return (value,) if value.is_floating_point() else ()
@@ -114,12 +115,12 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def differentiate(subject: Subject, inputs: Inputs, upstream: tuple[Tensor, ...], preference: Preference) -> Evaluation:
-    """Outputs and all gradients for given inputs and upstream gradients."""
+    """Computes the outputs and all gradients for some inputs and upstream gradients."""
     return Forward(subject, inputs, preference).backward(upstream)
 
 
 class Forward:
-    """A subject's outputs, which any number of upstream gradients can be taken back through."""
+    """A subject's outputs, with a backward that can run for any number of upstream gradients."""
 
     def __init__(self, subject: Subject, inputs: Inputs, preference: Preference) -> None:
         self._subject, self._inputs, self._preference = subject, inputs, preference
@@ -128,7 +129,7 @@ class Forward:
         self.outputs = tuple(output.detach() for output in self._outputs)
 
     def backward(self, upstream: tuple[Tensor, ...], *, keep: bool = False) -> Evaluation:
-        """The gradients, once; or, where the outputs are kept, once more later."""
+        """Computes the gradients. With `keep`, another backward can follow."""
         leaves = self._subject.differentiable(self._leaves)
         gradients = torch.autograd.grad(self._outputs, leaves, upstream, retain_graph=keep)
         return Evaluation(self._subject, self._preference, self._inputs, upstream, self.outputs, gradients)
@@ -137,7 +138,7 @@ class Forward:
 def evaluate(
     subject: Subject, case: Case, dtype: torch.dtype, device: torch.device, preference: Preference, seed: int = 0
 ) -> Evaluation:
-    """A subject on a case."""
+    """Evaluates a subject on a case."""
     source = generator(seed)
     forward = Forward(subject, case.make(dtype, device, source), preference)
     return forward.backward(tuple(case.upstream(output, source) for output in forward.outputs))
@@ -162,7 +163,7 @@ class Directions:
 
 
 def directions_of(evaluation: Evaluation) -> Directions:
-    """The plans an evaluation takes, whatever the layout of its upstream gradients, and their arguments."""
+    """The plans of an evaluation, for its upstream gradients in their own layout, with arguments and outputs."""
     call, text = evaluation.subject.bind(evaluation.inputs), resolve(evaluation.preference)
     forward = directions.forward(call, text)
     outputs = forward.run()
@@ -170,13 +171,13 @@ def directions_of(evaluation: Evaluation) -> Directions:
 
 
 def gradients_of(evaluation: Evaluation, backward: Bound, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Those of the adjoint's outputs that are gradients of an evaluation's inputs, in their order."""
+    """The outputs of the adjoint that are gradients of an evaluation's inputs, in the order of the inputs."""
     by_name = backward.gradients(results)
     return tuple(by_name[name] for name in evaluation.subject.gradients(evaluation.inputs))
 
 
 class Comparison(NamedTuple):
-    """A result beside the exact one, what its plan states of it, and what the reference took."""
+    """A result, the exact result, the guarantee of its plan, and the arguments of the reference."""
 
     name: str
     guarantee: Guarantee
@@ -186,11 +187,11 @@ class Comparison(NamedTuple):
 
     @property
     def promise(self) -> Measurement:
-        """The error beside the limit that is promised."""
+        """The error, with the promised limit."""
         return self.guarantee.error.measure(self.result, self.exact, *self.arguments)
 
     def with_bound(self) -> "Comparison":
-        """The same, its bound evaluated: for results that are measured one after the other."""
+        """The same comparison with its bound evaluated, so that several results can be measured against it."""
         error = self.guarantee.error
         if not isinstance(error, Derived):
             return self
@@ -204,7 +205,7 @@ class Comparison(NamedTuple):
 
 
 def compare(evaluation: Evaluation) -> list[Comparison]:
-    """Each public output and gradient beside the reference's."""
+    """Compares each public output and gradient with that of the reference."""
     subject, inputs, upstream = evaluation.subject, widened(evaluation.inputs), widened(evaluation.upstream)
     forward, backward = evaluation.guarantees
     of_gradients = (*upstream, *inputs, *subject.choices(*inputs))
@@ -219,5 +220,5 @@ def compare(evaluation: Evaluation) -> list[Comparison]:
 
 
 def measure(evaluation: Evaluation) -> dict[str, Measurement]:
-    """The error of each public output and gradient beside the limit its guarantee states, by name."""
+    """The error of each public output and gradient by name, with the limit of its guarantee."""
     return {comparison.name: comparison.promise for comparison in compare(evaluation)}

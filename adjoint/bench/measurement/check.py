@@ -11,22 +11,23 @@ from adjoint.contract.inputs import widened
 from adjoint.core.guarantee import Empirical, Guarantee, Measurement
 
 OTHERS_LIMIT = 2e-2
-"""The largest ‖output − exact‖ / ‖exact‖ of a contender that promises nothing and counts as accurate."""
+"""A contender that promises nothing counts as accurate if its ‖output − exact‖ / ‖exact‖ is at most this."""
 
 WRONG_LIMIT = 0.5
-"""The largest such error that may be called inaccurate: what is further off did other work."""
+"""The largest such error that counts as inaccurate. A contender with a larger one did other work."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a comparison found.
+    """The result of a comparison.
 
     Attributes:
-        error: norm-relative.
-        guarantee: the error in the terms of the guarantee, where there is one.
+        error: the norm-relative error.
+        guarantee: the error in the terms of the guarantee, if there is one.
         failure: why the result is wrong.
-        inaccuracy: how far a result is off that promises nothing, and is not wrong.
-        ties: in how many items it chose equal values in another order than the reference; None without a choice.
+        inaccuracy: how large the error of an inaccurate result is. Such a result promises nothing and is not wrong.
+        ties: the number of items in which it chose equal values in another order than the reference; None if there is
+            no choice.
     """
 
     error: float
@@ -37,7 +38,7 @@ class Verdict:
 
 
 def poison(contender: Contender) -> None:
-    """Poisons the memory a contender writes to: what it leaves unwritten will not pass."""
+    """Poisons the memory that a contender writes to, so that elements that it does not write fail the check."""
     for output in contender.outputs:
         fill_with_poison(output)
 
@@ -48,7 +49,7 @@ def check(
     guarantee: tuple[Guarantee, ...] | None,
     choices: tuple[Tensor, ...] = (),
 ) -> Verdict:
-    """Compares outputs with the reference on the same inputs, and for the same choices among equal values."""
+    """Compares outputs with those of the reference for the same inputs and the same choices among equal values."""
     count, chosen = len(outputs), task.workload.chosen if choices else None
     ties = None if chosen is None else 0
     squared_errors: list[float] = []
@@ -91,7 +92,7 @@ def check(
             return Verdict(error, inaccuracy=excess, ties=ties)
         return Verdict(error, failure=excess, ties=ties)
     promised = [
-        # A norm is a matter of the whole tensor, not of its worst piece.
+        # A norm is that of the whole tensor, not of its worst piece.
         Measurement(relative, promise.error.ceiling, "relative") if isinstance(promise.error, Empirical) else measured
         for promise, measured, relative in zip(guarantee, worst, errors, strict=True)
         if measured is not None
@@ -107,7 +108,7 @@ def check(
 
 
 def _share(measured: Measurement) -> float:
-    """How much of its limit an error takes; of a limit of 0, nothing or everything."""
+    """The share of its limit that an error takes. If the limit is 0, the share is 0 or infinite."""
     if measured.limit:
         return measured.value / measured.limit
     return math.inf if measured.value else 0.0

@@ -33,9 +33,9 @@ class Row:
     """The error of one output of one contender.
 
     Attributes:
-        error: norm-relative, against float64; None where it gave none, and the note says why.
-        promise: ours: how much of what is promised it takes up, in words.
-        holds: whether it keeps its promise; others promise nothing.
+        error: the norm-relative error against float64; None if there is none, and then the note says why.
+        promise: for our outputs, the share of the promised limit that the error takes, in words.
+        holds: whether the output keeps its promise. Outputs of other contenders promise nothing.
     """
 
     family: str
@@ -50,8 +50,11 @@ class Row:
 
 
 def workloads_of(ops: Sequence[str], rows: Sequence[str] = ()) -> list[tuple[str, Workload]]:
-    """Workloads with their families: the rows that are named, or of every subject and dtype of the ops, or of all ops,
-    the first that is timed, or in its place those that the op lists for their errors."""
+    """The workloads to measure, with their families.
+
+    These are the workloads named by `rows`, if there are any. Otherwise there is one for each subject and dtype of the
+    ops, or of all ops: the first one that is timed, or in its place those that the op lists for their errors.
+    """
     named = select(ops, rows)
     if rows:
         return named
@@ -84,7 +87,7 @@ def measure(family: str, workload: Workload, device: torch.device, peers: Sequen
         return
     try:
         name, _, tasks = tasks_of(workload, device)
-    except Exception as error:  # such as memory for its inputs: other workloads go on
+    except Exception as error:  # for example too little memory for its inputs; other workloads go on
         yield Row(family, workload.name, "", "", OURS, None, holds=False, note=first_line(error))
         return
     for task in tasks:
@@ -103,7 +106,7 @@ def measure(family: str, workload: Workload, device: torch.device, peers: Sequen
                 notes[label] = first_line(error)
         try:
             yield from _compared(family, name, task, done)
-        except Exception as error:  # of the reference or a bound, such as memory: other workloads go on
+        except Exception as error:  # the reference or a bound raised, for example for lack of memory; others go on
             notes.setdefault(OURS, f"not compared: {first_line(error)}")
         for label, note in notes.items():
             yield Row(family, name, task.direction, "", label, None, holds=label != OURS, note=note)
@@ -112,7 +115,7 @@ def measure(family: str, workload: Workload, device: torch.device, peers: Sequen
 def _compared(
     family: str, name: str, task: Task, done: dict[str, tuple[Contender, tuple[Tensor, ...]]]
 ) -> Iterator[Row]:
-    """A row for each output and contender; the reference is computed once for all that made no choice of their own."""
+    """A row for each output and contender. The reference is computed once for all contenders without own choices."""
     subject = task.workload.subject
     sums = {label: [_Sum(promise) for promise in _promises(*entry)] for label, entry in done.items()}
     pieces = [subject.cut(task.arguments, (*outputs, *one.choices)) for one, outputs in done.values()]
@@ -136,7 +139,7 @@ def _promises(contender: Contender, outputs: tuple[Tensor, ...]) -> Sequence[Gua
 
 
 class _Sum:
-    """The error of an output, piece by piece."""
+    """The error of an output, added up piece by piece."""
 
     def __init__(self, guarantee: Guarantee | None) -> None:
         self._guarantee = guarantee
@@ -156,11 +159,11 @@ class _Sum:
         return math.sqrt(self._squared_error / self._squared_norm) if self._squared_norm else self._squared_error
 
     def verdict(self) -> tuple[str, bool]:
-        """What of the promise it takes up, and whether that holds."""
+        """The share of the promised limit that the error takes, in words, and whether the promise holds."""
         if self._guarantee is None or self._worst is None:
             return "", True
         statement, worst = self._guarantee.error, self._worst
-        if isinstance(statement, Empirical):  # a norm is a matter of the whole tensor
+        if isinstance(statement, Empirical):  # its norm is that of the whole tensor
             worst = Measurement(self.error, statement.ceiling, "relative")
         if worst.limit == 0 or worst.value == 0:
             return "exact" if worst.value == 0 else f"{worst}", worst.holds
@@ -177,7 +180,7 @@ def run(
     peers: Sequence[str] | None = None,
     report: Callable[[list[Row]], None] = lambda rows: None,
 ) -> list[Row]:
-    """The rows of workloads; `report` is called with all of them after each."""
+    """Measures workloads and returns their rows. After each workload, `report` is called with all rows so far."""
     rows: list[Row] = []
     for family, workload in selected:
         fresh = [*measure(family, workload, device, peers)]
@@ -196,7 +199,7 @@ def run(
 def content_of(
     rows: Sequence[Row], command: str, device: torch.device, earlier: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What is saved of rows, and of earlier ones of other workloads."""
+    """The content of a file: these rows, and the earlier rows of other workloads."""
     earlier = earlier or {"runs": [], "rows": []}
     runs = [*earlier["runs"], environment.conditions(command)]
     fresh = [asdict(row) | {"error": _rounded(row.error), "run": len(runs) - 1} for row in rows]
@@ -212,7 +215,7 @@ def content_of(
 
 
 def save(rows: Sequence[Row], command: str, device: torch.device, folder: Path = FOLDER) -> Path:
-    """Writes rows into the file of a machine, in the place of those of the same workloads, and returns the file."""
+    """Writes rows into the file of a machine, where they replace those of the same workloads. Returns the file."""
     path = folder / f"{environment.slug(environment.device_name(device))}.json"
     earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
     content = content_of(rows, command, device, earlier)
@@ -222,7 +225,7 @@ def save(rows: Sequence[Row], command: str, device: torch.device, folder: Path =
 
 
 def _rounded(error: float | None) -> float | None:
-    """JSON has no NaN."""
+    """A rounded error for JSON, which has no NaN."""
     return None if error is None or not math.isfinite(error) else float(f"{error:.2g}")
 
 

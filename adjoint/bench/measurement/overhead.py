@@ -20,16 +20,16 @@ from adjoint.bench.measurement.timing import synchronize
 from adjoint.core.problem import short
 
 TARGET = 12.0
-"""Microseconds of host cost a call may have, on the CPU."""
+"""The microseconds of host cost that a call on the CPU may have."""
 
 SHAPE = (4, 64)
 DTYPES = (torch.float32, torch.bfloat16)
-CALLS = 20  # of one contender in a row: enough for the clock, few enough to fall between interruptions
+CALLS = 20  # calls of one contender in a row: enough for the clock, few enough to avoid interruptions
 
 
 @dataclass(frozen=True)
 class Overhead:
-    """Microseconds a call, for one op and dtype."""
+    """The microseconds of a call, for one op and dtype."""
 
     op: str
     dtype: str
@@ -53,11 +53,11 @@ _TORCH: dict[Any, tuple[int, Callable[..., torch.Tensor]]] = {
     adjoint.silu: (1, F.silu),
     adjoint.swiglu: (2, lambda gate, up: F.silu(gate) * up),
 }
-"""The number of tensors each function takes, and the same work in torch."""
+"""The number of tensors that each function takes, and the same work in torch."""
 
 
 def overhead(device: torch.device, batches: int = 400) -> list[Overhead]:
-    """Measures silu and swiglu without gradients; on a GPU the launch alone, without waiting for it."""
+    """Measures silu and swiglu without gradients. On a GPU it measures only the launch, and does not wait for it."""
     with torch.no_grad():
         return [_one(function, dtype, device, batches) for function in _TORCH for dtype in DTYPES]
 
@@ -81,7 +81,8 @@ def _one(function: Any, dtype: torch.dtype, device: torch.device, batches: int) 
 
 
 def _medians(functions: dict[str, Callable[[], Any]], device: torch.device, batches: int) -> dict[str, float]:
-    """Microseconds a call of each, measured in turns: the median over batches, after one to warm up."""
+    """The microseconds of a call of each function. They are measured in turns: the median over batches after a first
+    one."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(batches + 1):
         for name, function in functions.items():

@@ -43,10 +43,10 @@ from adjoint.ops.names import path_of, unknown_op
 OURS, EAGER, COMPILED, DETERMINISTIC = "adjoint", "torch eager", "torch.compile", "torch deterministic"
 
 ROUNDS = 3
-"""Contenders are timed in turns, this often, and the median taken: a clock that drifts meets them all."""
+"""How often contenders are timed, in turns, so that a drifting clock affects all of them. The median counts."""
 
 CPU_ELEMENTS = 2**20
-"""The largest input on a CPU: workloads are cut along their batch axis to fit."""
+"""The number of elements of the largest input on a CPU. Workloads are cut along their batch axis to fit."""
 
 OK, INACCURATE, FAILED, ERROR = "ok", "inaccurate", "failed", "error"
 ABSENT, LEFT_OUT = "not installed", "left out"
@@ -59,25 +59,25 @@ class Row:
     """One contender in one direction of one workload.
 
     Attributes:
-        status: `OK` has a time, and `INACCURATE` too: it promises nothing, and its error is past the limit of
-            those who do not. `FAILED` gave a wrong result, `ERROR` raised, `ABSENT` is not installed, and
-            `LEFT_OUT` stands for a workload, or a peer, that is meant for another device.
-        bytes: the fewest bytes the direction must move.
-        ratio: its time over ours, in the same run: above 1, ours is faster.
-        error: norm-relative, against float64.
-        guarantee: the error in the terms of the guarantee, for ours.
-        note: what went wrong, how far off an inaccurate result is, or why a call could not be recorded.
-        operations: the floating-point operations of its matrix products; 0 where they are not counted.
-        peak_bytes: the most memory a step took beyond what was there before it, without the gradients of inputs
-            that all items share, which every contender must have.
-        kept_bytes: what its forward keeps for its backward, beside the inputs; where the workload asks for it.
-        recorded: whether the time is of a CUDA graph's replays; where the workload asks for it and the call can be
-            recorded.
-        quartiles: the first and third of all timed calls, in microseconds; `microseconds` is the median of the rounds'
-            medians.
-        sku: of our plans.
-        ties: in how many items it chose equal values in another order than the reference, and is compared with the
-            reference for its own; None without a choice.
+        status: `OK` has a time. `INACCURATE` has a time too, but promises nothing, and its error is past the limit for
+            contenders without a promise. `FAILED` gave a wrong result, `ERROR` raised, and `ABSENT` is not installed.
+            `LEFT_OUT` stands for a workload or a peer that is meant for another device.
+        bytes: the fewest bytes that the direction must move.
+        microseconds: the median of the rounds' medians.
+        ratio: its time over ours in the same run. If it is above 1, ours is faster.
+        error: the norm-relative error against float64.
+        guarantee: for ours, the error in the terms of the guarantee.
+        note: what went wrong, how large the error of an inaccurate result is, or why a call could not be recorded.
+        operations: the floating-point operations of its matrix products; 0 if they are not counted.
+        peak_bytes: the most memory that a step took in addition to the memory before it. It does not include the
+            gradients of inputs that all items share, which every contender must have.
+        kept_bytes: the bytes that its forward keeps for its backward beside the inputs, if the workload asks for them.
+        recorded: whether the time is that of a CUDA graph's replays, which is so if the workload asks for it and the
+            call can be recorded.
+        quartiles: the first and third quartiles of all timed calls, in microseconds.
+        sku: the SKUs of our plans.
+        ties: the number of items in which it chose equal values in another order than the reference. It is compared
+            with the reference for its own choices. None if there is no choice.
         written_bytes: the size of its results.
     """
 
@@ -111,17 +111,17 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong with it: a peer may be absent or raise, but no result may be wrong."""
+        """Whether nothing is wrong. A peer may be absent or raise, but no result may be wrong."""
         return self.status != FAILED and not (self.contender == OURS and self.status == ERROR)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one run found.
+    """The result of one run.
 
     Attributes:
-        ceiling: GB/s of a copy, the larger of two, measured before and after.
-        matrix_ceiling: TF/s of a matrix product; None where no workload counts operations.
+        ceiling: GB/s of a copy: the larger of two measurements, before and after the workloads.
+        matrix_ceiling: TF/s of a matrix product; None if no workload counts operations.
     """
 
     device: torch.device
@@ -135,7 +135,8 @@ class Result:
 
 
 def select(ops: Sequence[str], rows: Sequence[str] = ()) -> list[tuple[str, Workload]]:
-    """Each workload of the named ops, or of all, with its family; of `rows` those whose name has one of the texts."""
+    """The workloads of the named ops, or of all ops, with their families; with `rows`, those whose name contains one of
+    these texts."""
     every = [(family, workload) for family in FAMILIES for module in cases(family) for workload in module.WORKLOADS]
     unknown = sorted(set(ops).difference(*(_names(workload) for _, workload in every)))
     if unknown:
@@ -150,14 +151,14 @@ def select(ops: Sequence[str], rows: Sequence[str] = ()) -> list[tuple[str, Work
 
 
 def _names(workload: Workload) -> set[str]:
-    """What users may call its op by."""
+    """The names by which users may call its op."""
     subject = workload.subject
     path = path_of(subject)
     return {path, path.partition("[")[0], subject.name, subject.function.__name__}
 
 
 def check_peers(labels: Sequence[str] | None) -> None:
-    """Raises for a label that no peer has."""
+    """Raises if no peer has one of these labels."""
     known = sorted({peer.label for peer in PEERS.values()})
     if unknown := sorted(set(labels or ()) - set(known)):
         raise ArgumentError(f"bench: unknown peer {', '.join(unknown)}; peers are {', '.join(known)}")
@@ -177,9 +178,9 @@ def run(
     Args:
         selected: families and workloads, from `select`.
         compile: whether `torch.compile` takes part.
-        peers: the labels of the peers that do; None for all.
+        peers: the labels of the peers that take part; None for all.
         rounds: how often each contender is timed.
-        report: called after each workload with what is known so far.
+        report: a function that is called after each workload with the result so far.
     """
     rows: tuple[Row, ...] = ()
     check_peers(peers)
@@ -213,7 +214,7 @@ def measure(
         return
     try:
         name, share, tasks = tasks_of(workload, device)
-    except Exception as error:  # such as memory for its inputs: other workloads go on
+    except Exception as error:  # for example too little memory for its inputs; other workloads go on
         for direction in workload.directions:
             yield Row(family, workload.name, direction, OURS, ERROR, 0, note=first_line(error))
         return
@@ -229,7 +230,10 @@ def measure(
 
 
 def tasks_of(workload: Workload, device: torch.device) -> tuple[str, float, list[Task]]:
-    """The name of a workload on a device, its share of the whole, and a task for each direction, on the same inputs."""
+    """The name of a workload on a device, the share of it that is timed, and a task for each direction.
+
+    All tasks have the same inputs.
+    """
     source = torch.Generator().manual_seed(0)
     inputs, share, name = _cut(workload, workload.make(workload.dtype, device, source), device)
     call = workload.subject.bind(inputs)
@@ -240,20 +244,20 @@ def tasks_of(workload: Workload, device: torch.device) -> tuple[str, float, list
 
 
 def _bytes(workload: Workload, direction: str, inputs: Inputs, share: float) -> int:
-    """Of inputs that are a share of the workload's."""
+    """The fewest bytes that a direction must move for inputs that are a share of the workload's inputs."""
     stated = {FORWARD: workload.forward_bytes, BACKWARD: workload.backward_bytes}
     both = {way: x(*inputs) if callable(x) else round(x * share) for way, x in stated.items()}
     return sum(both.values()) if direction == STEP else both[direction]
 
 
 _TIMES = {FORWARD: 1, BACKWARD: 2, STEP: 3}
-"""The operations of a direction over those of the forward."""
+"""The operations of a direction as a multiple of those of the forward."""
 
 
 def builders_of(
     workload: Workload, direction: str, *, compile: bool, peers: Sequence[str] | None
 ) -> dict[str, Builder]:
-    """Who takes part, by label: ours first."""
+    """The builders of all contenders that take part, by label, ours first."""
     builders: dict[str, Builder] = {OURS: ours}
     if workload.baseline is not None:
         builders[EAGER] = eager
@@ -268,7 +272,7 @@ def builders_of(
 
 
 def _cut(workload: Workload, inputs: Inputs, device: torch.device) -> tuple[Inputs, float, str]:
-    """On a CPU, the first items of the inputs, the share of the whole they are, and a name that says so."""
+    """On a CPU, cuts inputs to their first items. Returns them, their share of the whole, and a name that says so."""
     subject = workload.subject
     axis, items = subject.batch_axis, subject.items(inputs)
     named = list(zip(subject.inputs, inputs, strict=True))
@@ -288,7 +292,7 @@ def _normal_like(output: Tensor, source: torch.Generator) -> Tensor:
 
 
 class _Entry:
-    """A contender on its way to a row."""
+    """A contender whose row is being measured."""
 
     def __init__(self, row: Row, task: Task, build: Builder) -> None:
         self.row, self.task = row, task
@@ -327,7 +331,7 @@ class _Entry:
         return self.row.status in TIMED
 
     def judge(self, verdict: Verdict) -> None:
-        """Takes in a verdict; a contender that was inaccurate once stays so."""
+        """Adds a verdict to the row. A contender that was inaccurate once stays so."""
         status, note = self.row.status, verdict.failure or verdict.inaccuracy or self.row.note
         if verdict.failure or verdict.inaccuracy:
             status = FAILED if verdict.failure else INACCURATE
@@ -345,7 +349,7 @@ class _Entry:
             self.row = replace(self.row, status=ERROR, note=first_line(error))
 
     def _prepare(self) -> Action:
-        """What is timed: the call, or the replay of a CUDA graph of it."""
+        """The function to time: the call, or the replay of a CUDA graph of it."""
         contender = self.contender
         assert contender is not None
 
@@ -359,14 +363,14 @@ class _Entry:
                 self.row = replace(self.row, note=f"no graph: {first_line(error)}")
             else:
                 self.row = replace(self.row, recorded=True)
-                poison(contender)  # what is checked after the timing must be of the replays
+                poison(contender)  # so that the check after the timing sees only results of replays
                 return replay
         return run
 
     def finish(self) -> None:
-        """Checks what the last timed run left behind, and only then states a time."""
+        """Checks the results of the last timed run, and only then states a time."""
         assert self.contender is not None
-        if not _same_bits(self._first, self._last):  # the verdict on those stands
+        if not _same_bits(self._first, self._last):  # equal bits keep their verdict
             self.judge(check(self.task, self._last, self.contender.guarantee, self.contender.choices))
         if self.running:
             low, high = _quartiles([time for times in self.rounds for time in times])
@@ -379,7 +383,7 @@ def _same_bits(first: tuple[Tensor, ...], last: tuple[Tensor, ...]) -> bool:
 
 
 def _quartiles(times: list[float]) -> tuple[float, float]:
-    """The first and the third: a quarter of the times lies below the one, a quarter above the other."""
+    """The first and third quartiles: a quarter of the times is below the first, and a quarter above the third."""
     if len(times) < 2:
         return times[0], times[0]
     low, _, high = statistics.quantiles(times, n=4, method="inclusive")
@@ -387,7 +391,7 @@ def _quartiles(times: list[float]) -> tuple[float, float]:
 
 
 def _peak(task: Task, contender: Contender) -> int:
-    """The memory one run takes at its peak, without gradients of what all items share."""
+    """The memory that one run takes at its peak, without the gradients of inputs that all items share."""
     torch.cuda.synchronize(task.device)
     torch.cuda.reset_peak_memory_stats(task.device)
     before = torch.cuda.memory_allocated(task.device)

@@ -12,8 +12,8 @@ Action = Callable[[], Any]
 
 WARM_UP_MILLISECONDS, REPEAT_MILLISECONDS = 10, 40
 HEAD_START_CYCLES = 500_000
-"""How long a GPU idles before a timed call at least, about 0.3 ms: the host, which may take longer to start a kernel
-than the GPU to run it, is done by then, and what is timed is the GPU's work."""
+"""The fewest cycles that a GPU idles before a timed call, about 0.3 ms. The host may take longer to start a kernel than
+the GPU takes to run it. It is done by then, so only the GPU's work is timed."""
 
 _CYCLES_PER_SECOND = 2_000_000_000
 """No GPU's clock is faster."""
@@ -25,7 +25,7 @@ def synchronize(device: torch.device) -> None:
 
 
 class _BeforeEachRun:
-    """Acts where `do_bench` clears the gradient of a tensor: before every timed run, outside its time."""
+    """Runs an action where `do_bench` clears the gradient of a tensor: before every timed run, outside its time."""
 
     def __init__(self, action: Action) -> None:
         self._action = action
@@ -40,12 +40,12 @@ class _BeforeEachRun:
 
 
 def time_gpu(function: Action, restore: Action | None = None) -> list[float]:
-    """Milliseconds of GPU time each of many calls takes, with a cold L2.
+    """The milliseconds of GPU time of many calls, each with a cold L2.
 
     Args:
         function: launches the work on the current stream.
-        restore: runs before every timed call, for a function that overwrites its own inputs: otherwise
-            later runs would work on what earlier ones left, and soon on zeros or infinities.
+        restore: for a function that overwrites its own inputs: runs before every timed call. Otherwise later calls
+            would work on the results of earlier ones, and soon on zeros or infinities.
     """
     from triton.testing import do_bench
 
@@ -61,8 +61,8 @@ def time_gpu(function: Action, restore: Action | None = None) -> list[float]:
 
 
 def _head_start(function: Action, restore: Action | None) -> int:
-    """Cycles a GPU must idle for the host to have started all of a call, many kernels or few."""
-    function()  # compiles, and fills caches
+    """The cycles that a GPU must idle so that the host has started all kernels of a call."""
+    function()  # compiles and fills caches
     if restore is not None:
         restore()
     torch.cuda.synchronize()
@@ -75,8 +75,10 @@ def _head_start(function: Action, restore: Action | None) -> int:
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """On a GPU, a stream that is not the default one: autograd goes back on the stream it came on, and the default one
-    cannot be recorded."""
+    """Runs a block, on a GPU, on a stream that is not the default one.
+
+    Autograd runs the backward on the stream of the forward, and the default stream cannot be recorded.
+    """
     if device.type != "cuda":
         yield
         return
@@ -87,10 +89,13 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 
 def recorded(function: Action) -> Action:
-    """Replays a CUDA graph of what a call launches; raises where that cannot be recorded. Within `own_stream`."""
-    function()  # compiles, and fills caches
+    """Records the launches of a call in a CUDA graph and returns its replay; raises if they cannot be recorded.
+
+    This must be called within `own_stream`.
+    """
+    function()  # compiles and fills caches
     torch.cuda.synchronize()
-    # A wait for the device that is found while recording would leave torch's allocator and generators recording.
+    # Waits for the device are looked for first: found while recording, one would leave torch's allocator recording.
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -104,7 +109,7 @@ def recorded(function: Action) -> Action:
 
 
 def time_cpu(function: Action, restore: Action | None = None) -> list[float]:
-    """Milliseconds of wall time each of many calls takes on the CPU, after a warm-up."""
+    """The milliseconds of wall time of many calls on the CPU, after a warm-up."""
     times: list[float] = []
     begin = perf_counter()
     while len(times) < 5 or (perf_counter() - begin) * 1e3 < REPEAT_MILLISECONDS:
@@ -118,12 +123,12 @@ def time_cpu(function: Action, restore: Action | None = None) -> list[float]:
 
 
 def time_on(device: torch.device, function: Action) -> float:
-    """Milliseconds a call takes on a device, the median."""
+    """The median of the milliseconds that a call takes on a device."""
     return statistics.median(times_on(device, function))
 
 
 def times_on(device: torch.device, function: Action, restore: Action | None = None) -> list[float]:
-    """Milliseconds each of many calls takes on a device."""
+    """The milliseconds of many calls on a device."""
     if device.type != "cuda":
         return time_cpu(function, restore)
     with torch.cuda.device(device):
@@ -139,9 +144,9 @@ def matrix_ceiling(device: torch.device) -> float:
 
 
 def copy_ceiling(device: torch.device) -> float:
-    """GB/s, read and written bytes together, of one large bfloat16 copy: 1 GiB on a GPU, 64 MiB on a CPU.
+    """GB/s of one large bfloat16 copy, with read and written bytes together: 1 GiB on a GPU, 64 MiB on a CPU.
 
-    On random data: zeros can move faster than anything real.
+    The data are random, because zeros can move faster than real data.
     """
     elements = 2**29 if device.type == "cuda" else 2**25
     source = torch.randn(elements, dtype=torch.bfloat16, device=device)

@@ -10,17 +10,17 @@ from adjoint.bench.peers import PEERS
 from adjoint.core.errors import Unsupported
 
 _OWN = {OURS: "#0072b2", EAGER: "#555555", COMPILED: "#a0a0a0", DETERMINISTIC: "#d0d0d0"}
-"""Ours in blue, torch in greys: peers have the other hues."""
+"""Ours is blue and torch is grey. Peers have the other hues."""
 
 
 def colours(contenders: Sequence[str]) -> dict[str, str]:
-    """A colour for each contender, no two alike; that of a peer is the same in every chart."""
+    """A different colour for each contender. A peer has the same colour in every chart."""
     peers = sorted({peer.label for peer in PEERS.values()})
     others = [contender for contender in contenders if contender not in _OWN and contender not in peers]
     hues = [*peers, *dict.fromkeys(others)]
     chosen = dict(_OWN)
     for index, label in enumerate(hues):
-        # Neighbours in the list are far apart on the wheel, every second one is darker, and none is a blue like ours.
+        # Neighbours in the list are far apart on the colour wheel, every second one is darker, and none is our blue.
         place = (0.74 + 0.72 * (index * 0.381966 % 1.0)) % 1.0
         red, green, blue = colorsys.hls_to_rgb(place, (0.55, 0.38)[index % 2], 0.7)
         chosen[label] = f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
@@ -28,7 +28,7 @@ def colours(contenders: Sequence[str]) -> dict[str, str]:
 
 
 def require_drawing(path: Path) -> Any:
-    """matplotlib's `Figure`; raises `Unsupported` where nothing could be drawn into the file: asked before a run."""
+    """matplotlib's `Figure`; raises `Unsupported` if nothing can be drawn into the file. It is called before a run."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase  # type: ignore[import-not-found]
         from matplotlib.figure import Figure  # type: ignore[import-not-found]
@@ -43,7 +43,7 @@ def require_drawing(path: Path) -> Any:
 
 
 def plot(result: Result, name: str, path: Path) -> None:
-    """Draws a bar for the speed of every contender that has one, in groups of workload and direction."""
+    """Draws a bar for the speed of every contender that has a time, grouped by workload and direction."""
     figure_of = require_drawing(path)
     timed = [row for row in result.rows if row.gigabytes_per_second is not None]
     groups = list(dict.fromkeys((row.workload, row.direction) for row in timed))

@@ -16,10 +16,11 @@ from adjoint.bench.report.chart import colours
 from adjoint.core.errors import ArgumentError
 
 WIDTH, LABEL, BAR, GAP, HEAD = 760, 250, 13, 11, 62
-"""Pixels: of the picture and of its labels, the height of a bar, between groups, and above them."""
+"""In pixels: the widths of the picture and of its labels, the height of a bar, and the space between groups and above
+them."""
 
 LONGEST = 4.0
-"""Times ours; longer bars end there, and say how long they are."""
+"""The longest bar, as a multiple of ours. Longer bars end there, and say how long they are."""
 
 Row = dict[str, Any]
 
@@ -39,13 +40,13 @@ def rows_beside_peers(content: dict[str, Any]) -> list[list[Row]]:
 
 
 def op_of(workload: str) -> str:
-    """An op with its mode, which may have blanks: `rotary[in place]` of "rotary[in place] 32768×(16 + 2)×256"."""
+    """An op with its mode, which may contain blanks: `rotary[in place]` for "rotary[in place] 32768×(16 + 2)×256"."""
     beginning = re.match(r"[^\s\[]+(\[[^]]*\])?", workload)
     return beginning[0] if beginning else workload
 
 
 def speed(content: dict[str, Any]) -> str:
-    """Times over ours: a bar that is shorter than ours is faster."""
+    """Draws times over ours. A bar shorter than ours is faster."""
 
     def bar(row: Row) -> tuple[float, str]:
         ratio = float(row["ratio"])
@@ -55,7 +56,7 @@ def speed(content: dict[str, Any]) -> str:
 
 
 def errors(content: dict[str, Any]) -> str:
-    """Norm-relative errors against float64."""
+    """Draws norm-relative errors against float64."""
     largest = max(float(row["error"]) for rows in rows_beside_peers(content) for row in rows)
 
     def bar(row: Row) -> tuple[float, str]:
@@ -68,7 +69,7 @@ PICTURES: dict[str, Callable[[dict[str, Any]], str]] = {"speed": speed, "errors"
 
 
 def draw(kind: str, contents: list[dict[str, Any]], path: Path) -> None:
-    """Writes the picture of a GPU's saved results."""
+    """Writes a picture of a GPU's saved results."""
     if path.suffix != ".svg":
         raise ArgumentError(f"bench: --plot of saved results draws .svg files, got {path}")
     if not contents:

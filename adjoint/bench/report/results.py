@@ -20,7 +20,7 @@ from adjoint.core.problem import short
 FOLDER = Path("benchmarks") / "results"
 
 UNKNOWN_SPREAD = 0.12
-"""Of times that were saved without quartiles: more than any spread that was measured."""
+"""The spread of times that were saved without quartiles: larger than any spread that was measured."""
 
 SCHEMA = 1
 
@@ -48,7 +48,7 @@ def save(result: Result, command: str, folder: Path = FOLDER) -> Path:
 
 
 def as_data(result: Result, command: str) -> dict[str, Any]:
-    """A result as a file of it alone would hold it, with the rows that have no time."""
+    """A result as a file with this result alone would have it, including the rows that have no time."""
     return _content(result, [_describe_run(result, command)], [_encode(row, result.ceiling, 0) for row in result.rows])
 
 
@@ -57,14 +57,14 @@ def _content(result: Result, runs: list[dict[str, Any]], rows: list[dict[str, An
         "schema": SCHEMA,
         "device": environment.device_name(result.device),
         "device_type": result.device.type,
-        "dtype": short(Workload.dtype),  # where the name of a workload says no other
+        "dtype": short(Workload.dtype),  # unless the name of a workload states another one
         "runs": runs,
         "rows": rows,
     }
 
 
 def _describe_run(result: Result, command: str) -> dict[str, Any]:
-    """Of a run."""
+    """A description of a run."""
     conditions = environment.conditions(command) | {
         "copy_ceiling_gb_per_s": round(result.ceiling, 1),
         "l2_bytes": environment.cache_bytes(result.device),
@@ -86,7 +86,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def saved(folder: Path = FOLDER, device_type: str = "cuda") -> list[dict[str, Any]]:
-    """The saved results of every machine of a type, by name of file."""
+    """The saved results of every machine of a device type, ordered by file name."""
     contents: Iterable[dict[str, Any]] = (load(path) for path in sorted(folder.glob("*.json")))
     return [content for content in contents if content["device_type"] == device_type]
 
@@ -100,7 +100,7 @@ def _encode(row: Row, ceiling: float, run: int) -> dict[str, Any]:
         "share_of_copy_ceiling": _round(None if speed is None else speed / ceiling, 4),
         "tf_per_s": _round(row.teraflops, 1),
         "ratio": _round(row.ratio, 4),
-        # JSON has no NaN; a row without an error is one that failed or never ran.
+        # JSON has no NaN. A row without an error failed or never ran.
         "error": float(f"{row.error:.3g}") if row.error is not None and row.error == row.error else None,
         "run": run,
     }
@@ -122,9 +122,10 @@ def _group(row: dict[str, Any]) -> tuple[str, str]:
 
 
 def markdown(content: dict[str, Any], family: str) -> str:
-    """A family's rows in one saved file as a table, and the conditions they were measured under.
+    """A table of a family's rows in one saved file, with the conditions of the measurement.
 
-    One line a workload and direction; the fastest in bold, whoever it is, unless others are within its spread.
+    There is one line for each workload and direction. The fastest contender is bold, whichever it is, unless others are
+    within its spread.
     """
     rows = [row for row in content["rows"] if row["family"] == family]
     if not rows:
@@ -183,7 +184,7 @@ def _line(cells: list[str]) -> str:
 
 
 def _fastest(rows: list[dict[str, Any]]) -> str | None:
-    """The contender that is ahead of all others by more than the spread of its times and theirs, if there is one."""
+    """The contender that is ahead of all others by more than its spread and theirs; None if there is none."""
     ranked = sorted((row for row in rows if row["status"] == OK), key=lambda row: row["microseconds"])
     if not ranked:
         return None
@@ -219,7 +220,7 @@ def _cell(row: dict[str, Any] | None, is_fastest: bool, graphs: bool) -> str:
 
 
 def _rates(row: dict[str, Any] | None, runs: list[dict[str, Any]]) -> tuple[str, str]:
-    """TF/s, and their share of what a large product reached in the same run."""
+    """TF/s, and their share of the TF/s of a large product in the same run."""
     if row is None or not row.get("tf_per_s"):
         return "–", "–"
     ceiling = runs[row["run"]]["matrix_ceiling_tf_per_s"]
@@ -227,7 +228,7 @@ def _rates(row: dict[str, Any] | None, runs: list[dict[str, Any]]) -> tuple[str,
 
 
 def _speed(row: dict[str, Any] | None, runs: list[dict[str, Any]], notes: dict[str, str]) -> tuple[str, str]:
-    """GB/s, and their share of a copy's; above 100% with the mark of a note, which is added to `notes`."""
+    """GB/s, and their share of a copy's. A share above 100% has the mark of a note, which is added to `notes`."""
     if row is None or row["gb_per_s"] is None:
         return "–", "–"
     share, mark = row["share_of_copy_ceiling"], ""
@@ -238,7 +239,7 @@ def _speed(row: dict[str, Any] | None, runs: list[dict[str, Any]], notes: dict[s
 
 
 def _above_a_copy(row: dict[str, Any], run: dict[str, Any]) -> str:
-    """Why a row moved its bytes faster than a copy, as far as what was saved with it tells."""
+    """Why a row moved its bytes faster than a copy, as far as its saved data show."""
     written, cache = row.get("written_bytes"), run.get("l2_bytes")
     if written is None:
         return (

@@ -14,11 +14,11 @@ from adjoint.contract.cases import Workload
 from adjoint.core.problem import short
 
 NARROW = 120
-"""Columns of a terminal below which the times are shown in a table for each workload and direction."""
+"""In a terminal of fewer columns, the times are shown in a table for each workload and direction."""
 
 
 def times(result: Result, name: str, width: int = NARROW) -> Iterator[RenderableType]:
-    """One line a contender; a line where there is no time says why."""
+    """Tables with one line for each contender. A line without a time says why."""
     where = "GPU time, cold L2" if result.device.type == "cuda" else "CPU time, workloads cut to small sizes"
     title = (
         f"{escape(name)}: {where}, {short(Workload.dtype)} where the workload says no other, medians; "
@@ -96,14 +96,14 @@ def _cells(row: Row, ceiling: float, counted: bool = False) -> Iterable[str]:
 
 
 def _memory(row: Row) -> str:
-    """GiB at the peak of a step, or kept for a backward."""
+    """The GiB at the peak of a step, or the GiB kept for a backward."""
     if row.kept_bytes is not None:
         return f"keeps {row.kept_bytes / 2**30:.3f}"
     return "" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.2f}"
 
 
 def overheads(rows: list[Overhead], width: int = NARROW) -> Table:
-    """One line an op and dtype; in a narrow terminal without what torch costs."""
+    """A table with one line for each op and dtype; in a narrow terminal, without the columns of torch."""
     table = Table(
         title=f"Microseconds a call on a 4×64 tensor, no grad; target: host cost ≤ {TARGET:g} on the CPU",
         caption=(

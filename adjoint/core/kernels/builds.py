@@ -13,7 +13,7 @@ from adjoint.core.kernels.variants import Variant
 
 @dataclass(frozen=True)
 class Build:
-    """What a kernel compiled for a target uses; registers are per thread, None where not reported."""
+    """The resources that a compiled kernel uses. Registers are per thread, and None where they are not reported."""
 
     registers: int | None
     spilled_bytes: int
@@ -21,10 +21,10 @@ class Build:
 
 
 def build(variant: Variant, target: str) -> Build:
-    """Compiles for a named target and reports what the machine code uses.
+    """Compiles a variant for a target and reports what the machine code uses.
 
-    Registers and spills come from the machine code itself: `cuobjdump` for NVIDIA, the code
-    object's own metadata for AMD.
+    Registers and spills come from the machine code itself: for NVIDIA from `cuobjdump`, and for AMD from the metadata
+    in the assembly.
     """
     if target not in TARGETS:
         raise Unsupported(f"build: unknown target {target!r}; known are {', '.join(TARGETS)}")
@@ -40,7 +40,7 @@ def build(variant: Variant, target: str) -> Build:
 
 
 def _nvidia_usage(cubin: bytes) -> tuple[int, int]:
-    """Registers a thread, and bytes of local memory (spills and stack) a thread."""
+    """Registers per thread, and bytes of local memory (spills and stack) per thread."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

@@ -18,10 +18,11 @@ _kernels: dict[str, "Kernel"] = {}
 
 @dataclass(frozen=True)
 class Budget:
-    """What a build may use per thread and per program.
+    """What a build may use: registers per thread, and shared memory per program.
 
     Attributes:
-        spilled_elsewhere: the bytes it may spill where kernels are not tuned; where they are, none does.
+        spilled_elsewhere: the bytes that a build may spill for a target on which kernels are not tuned. No build spills
+            for the target on which they are.
     """
 
     registers: int
@@ -35,11 +36,11 @@ class Kernel:
     Attributes:
         types: the run-time parameters, in order.
         constants: the compile-time parameters, in order.
-        variables: those that stand for types of pointers.
-        numeric: constants and variables that change bits, by the name a SKU gives them.
+        variables: the type variables in the types of run-time parameters, such as `element` of `Pointer.element`.
+        numeric: constants and variables that change bits, by their names in a SKU.
         schedule: constants that change no bit, and may depend on the GPU.
-        variants: those described so far, by what a launch settles.
-        launchers: what was compiled so far, by variant and device.
+        variants: the variants described so far, by the settings of a launch.
+        launchers: the launchers of the variants compiled so far, by variant and device.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Kernel:
         self._require_types()
 
     def _require_types(self) -> None:
-        """Raises unless the signature says what every parameter is, and all that is said is about parameters."""
+        """Raises unless the signature states the type of every parameter, and the declaration names parameters."""
         missing = [name for name in self.parameters if name not in self.types and name not in self.constants]
         if missing:
             raise TypeError(f"{self.name}: the signature states no type for {', '.join(missing)}")
@@ -75,10 +76,10 @@ class Kernel:
 
     @cached_property
     def by_name(self) -> Callable[[Callable[..., None]], Callable[..., None]]:
-        """Makes `launch(grid, *, <every run-time parameter>)` of `start(grid, *arguments)`.
+        """Makes `launch(grid, *, <every run-time parameter>)` from `start(grid, *arguments)`.
 
-        A generated function, so that Python itself matches names and reports wrong ones. A grid has one to three axes;
-        without programs nothing is launched.
+        The function is generated, so that Python itself matches names and reports wrong ones. A grid has one to three
+        axes. A grid without programs launches nothing.
         """
         names = ", ".join(self.types)
         source = (
@@ -86,7 +87,7 @@ class Kernel:
             f"    def launch(grid, *, {names}):\n"
             f"        if 0 not in grid:\n"
             f"            start((*grid, 1, 1)[:3], {names})\n"
-            f"    launch.__qualname__ = '{self.name}.launch'\n"  # what Python names in the error for a wrong argument
+            f"    launch.__qualname__ = '{self.name}.launch'\n"  # the name in Python's error for a wrong argument
             f"    return launch\n"
         )
         scope: dict[str, Any] = {}
@@ -105,10 +106,11 @@ def kernel(
 
     Args:
         budget: what a build may use.
-        targets: where it is for.
-        numeric: the compile-time parameters that change bits: they stand in the SKU, under their names in lower case
-            or under those that a mapping gives them.
-        schedule: those that change none, and may depend on the GPU. All others are facts of the problem.
+        targets: the architectures that the kernel is for.
+        numeric: the compile-time parameters that change bits. They are in the SKU, under their names in lower case or
+            under the names that a mapping gives them.
+        schedule: the compile-time parameters that change no bit and may depend on the GPU. All others follow from the
+            problem.
     """
     labels = numeric if isinstance(numeric, Mapping) else {name.lower(): name for name in numeric}
 
@@ -128,5 +130,5 @@ def registered() -> dict[str, Kernel]:
 
 
 def kernel_of(name: str) -> Kernel:
-    """The kernel of a name."""
+    """The kernel with this name."""
     return _kernels[name]

@@ -22,27 +22,27 @@ class Parameter:
     """The type of one run-time parameter of a kernel.
 
     Attributes:
-        type: a type of Triton's ("i64"); of a pointer, a torch dtype by name; of either, a variable that the launch
-            settles.
-        pointer: whether it is the address of numbers of that type.
-        multiple: whether its value is a multiple of 16 (of a pointer, in bytes): "never" says that nothing is known,
-            "always" that every launch sees to it, "aligned" that launches with `aligned=True` do.
-        count: so many of them in a tuple, as `Int64 * 4` makes it; 0 for one that is in none.
+        type: for a number a type of Triton ("i64"), for a pointer the name of a torch dtype; for both it may be a
+            variable that the launch settles.
+        pointer: whether the parameter is the address of numbers of that type.
+        multiple: whether the value (the address in bytes) is a multiple of 16. "always" says that it is in every
+            launch, "aligned" that it is in launches with `aligned=True`, and "never" that nothing is known.
+        count: the length of the tuple of such parameters that `Int64 * 4` declares; 0 for a parameter that is no tuple.
     """
 
     type: str
     pointer: bool
     multiple: str
     count: int = 0
-    __triton_builtin__ = True  # Triton's compiler evaluates annotations, and admits few globals
+    __triton_builtin__ = True  # Triton's compiler evaluates annotations, and accepts few globals
 
     @property
     def variable(self) -> str | None:
-        """The variable that stands for the type; None where the type itself is named."""
+        """The variable for the type; None where the type itself is named."""
         return None if self.type in (_DTYPES if self.pointer else _SCALARS) else self.type
 
     def text(self, dtypes: Mapping[str, torch.dtype]) -> str:
-        """The type as Triton writes it, once variables are settled; of a tuple, with commas between."""
+        """The type as Triton writes it, once variables are settled; for a tuple, its types with commas between."""
         if self.pointer:
             return f"*{TRITON_TYPES[_DTYPES.get(self.type) or dtypes[self.type]]}"
         text = self.type if self.type in _SCALARS else TRITON_TYPES[dtypes[self.type]]
@@ -54,20 +54,20 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Tiled(Parameter):
-    """A matrix in memory that a kernel of Gluon copies a tile at a time (TMA): a launch gives a contiguous tensor.
+    """A matrix in memory that a Gluon kernel copies one tile at a time (TMA). A launch passes a contiguous tensor.
 
-    It begins at a multiple of 16 bytes, and so does each of its rows. In shared memory a tile of a 16-bit type lies as
-    matrix products read it: 128 bytes of a row beside each other, swizzled.
+    The matrix and each of its rows begin at multiples of 16 bytes. In shared memory a tile of a 16-bit type has the
+    layout that matrix products read: pieces of 128 bytes of a row, swizzled.
 
     Attributes:
-        tile: rows and columns of a tile; the names of constants, or numbers.
+        tile: rows and columns of a tile, as names of constants or as numbers.
     """
 
     tile: tuple[str | int, ...] = ()
 
     @staticmethod
     def of(type: str, *tile: str | int) -> "Tiled":
-        """Tiles of numbers of a type, or of one that the launch settles."""
+        """Tiles of numbers of a named type, or of a type variable that the launch settles."""
         return Tiled(type, True, "never", tile=tile)
 
     def text(self, settings: Mapping[str, Any]) -> str:
@@ -83,7 +83,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TRITON_TYPES}
 
 
 class _Named(type):
-    """`Pointer.float32` names a type; any other name is a variable that the launch settles: `Pointer.element`."""
+    """`Pointer.float32` names a type. Another name, as in `Pointer.element`, is a variable that the launch settles."""
 
     pointer = True
     multiple = "never"
@@ -96,7 +96,7 @@ class _Named(type):
 
 
 class Pointer(metaclass=_Named):
-    """The address of numbers, about whose alignment nothing is known."""
+    """The address of numbers, of unknown alignment."""
 
 
 class Pointer16(metaclass=_Named):
@@ -112,13 +112,13 @@ class PointerIf16(metaclass=_Named):
 
 
 class Float(metaclass=_Named):
-    """A number of the type that a variable stands for: `Float.computed`."""
+    """A number whose type is a variable: `Float.computed`."""
 
     pointer = False
 
 
 class Int(metaclass=_Named):
-    """A whole number of the type that a variable stands for: `Int.number`."""
+    """An integer whose type is a variable: `Int.number`."""
 
     pointer = False
 

@@ -13,12 +13,12 @@ TARGETS = {
     "gfx942": ("hip", "gfx942", 64),
     "gfx950": ("hip", "gfx950", 64),
 }
-"""Targets kernels are built for ahead of time: backend, architecture and threads per warp."""
+"""The targets that kernels are built for ahead of time: backend, architecture and threads per warp."""
 
 NVIDIA = tuple(target for target in TARGETS if target.startswith("sm_"))
 
 TUNED, TUNED_GPU = "sm_90", "NVIDIA H200"
-"""Where kernels are tuned, and timed: the architecture, and the GPU as schedules name it."""
+"""The architecture on which kernels are tuned and timed, and the GPU, as schedules name it."""
 
 
 @cache
@@ -33,7 +33,7 @@ def triton_missing() -> str:
 
 @cache
 def interpreting() -> bool:
-    """Whether Triton runs kernels in its interpreter, on the CPU: settled when Triton is imported."""
+    """Whether Triton runs kernels in its interpreter, on the CPU. This is settled when Triton is imported."""
     if triton_missing():
         return False
     from triton import knobs
@@ -59,8 +59,8 @@ def why_not_triton(device: torch.device) -> str:
 def why_not_on(device: torch.device, targets: Iterable[str]) -> str:
     """Why kernels for some targets cannot run on a device; empty when they can.
 
-    Those for one architecture alone run nowhere else, and not in the interpreter: they are written in Gluon. Those for
-    several run on every GPU of the vendors among them.
+    Kernels for only one architecture are written in Gluon: they run on no other GPU, and not in the interpreter.
+    Kernels for several architectures run on every GPU of those vendors.
     """
     targets = tuple(targets)
     if len(targets) == 1:
@@ -75,7 +75,7 @@ def why_not_on(device: torch.device, targets: Iterable[str]) -> str:
 
 
 def why_not_for(target: str, targets: Iterable[str]) -> str:
-    """Why kernels for some targets are not for another one, a GPU that need not be there; empty when they are."""
+    """Why kernels for some targets are not for `target`, whose GPU need not be present; empty when they are."""
     targets = tuple(targets)
     if target in targets:
         return triton_missing()
@@ -83,7 +83,7 @@ def why_not_for(target: str, targets: Iterable[str]) -> str:
 
 
 def architecture(device: torch.device) -> str:
-    """The architecture of a device, as kernels are built for it: "sm_90", "gfx942", or its type."""
+    """The architecture of a device, under the name of its target: "sm_90", "gfx942"; else the type of the device."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return device.type
     properties = torch.cuda.get_device_properties(device)

@@ -28,13 +28,13 @@ class Variant:
 
     def __post_init__(self) -> None:
         fields = self.kernel, self.types, self.constants, self.aligned, self.num_warps, self.num_stages
-        object.__setattr__(self, "_hash", hash(fields))  # once: every plan looks up what is compiled
+        object.__setattr__(self, "_hash", hash(fields))  # computed once: every plan looks up its compiled variants
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined, no-any-return]
 
     def prepare(self, device: torch.device) -> Callable[..., None]:
-        """Compiles for a device unless that was done, and returns `launcher(grid, *arguments)`."""
+        """Compiles the variant for a device, unless that was done, and returns `launcher(grid, *arguments)`."""
         launchers = kernel_of(self.kernel).launchers
         launcher = launchers.get((self, device))
         if launcher is None:
@@ -55,12 +55,12 @@ class Variant:
 
         with torch.cuda.device(device):
             compiled = self.compile(driver.active.get_current_target())
-            compiled._init_handles()  # load the module now: launching must not
+            compiled._init_handles()  # load the module now, because a launch must not load it
         tiled = [place for place, (_, text) in enumerate(self.types) if text.startswith(TILES)]
         return _describing(_starter(compiled, device.index, tuple(constants.values())), tiled)
 
     def _interpreted(self, function: Any, constants: dict[str, Any]) -> Callable[..., None]:
-        """A launcher in Triton's interpreter, which knows no alignment: what a launch states of it is looked at."""
+        """A launcher in Triton's interpreter. The interpreter ignores alignment, so the launcher checks it."""
         types = kernel_of(self.kernel).types
         stated = [
             (place, name)
@@ -112,15 +112,15 @@ class Variant:
 
 
 _DIRECT_LAUNCH = ((3, 6), (3, 7))
-"""Versions of Triton, first and last, whose compiled kernels are known to be started as `_starter` does."""
+"""The first and the last version of Triton for which the direct launch of `_starter` is known to work."""
 
 
 def _starter(compiled: Any, index: int, constants: tuple[Any, ...]) -> Callable[..., None]:
-    """`start(grid, *arguments)` for a compiled kernel on the current stream of its device.
+    """`start(grid, *arguments)`, which launches a compiled kernel on the current stream of its device.
 
-    What `compiled[grid]` does, without asking Triton for the device, the stream and its hooks' metadata at
-    every launch: half of what a launch costs the host. Profilers that hook into launches, and versions this
-    was not tried with, get Triton's own way.
+    It does what `compiled[grid]` does, but does not ask Triton for the device, the stream and the hooks' metadata at
+    every launch. This halves what a launch costs the host. Under profilers that hook into launches, and with versions
+    of Triton for which this was not tried, it launches in Triton's own way.
     """
     import triton
     from triton import knobs
@@ -152,9 +152,9 @@ def _starter(compiled: Any, index: int, constants: tuple[Any, ...]) -> Callable[
 
 
 class _Tiles(NamedTuple):
-    """A tensor as Triton's launcher takes it, which reads these names and makes a descriptor of them.
+    """A matrix with the attributes from which Triton's launcher makes a tensor descriptor.
 
-    Triton's own class checks what `Tiled` states, at every launch.
+    Triton's own class would check at every launch what `Tiled` states already.
     """
 
     base: torch.Tensor
@@ -165,7 +165,7 @@ class _Tiles(NamedTuple):
 
 
 def _describing(start: Callable[..., None], tiled: list[int]) -> Callable[..., None]:
-    """`start`, where the arguments at some places are matrices whose tiles are copied."""
+    """`start` for a kernel some of whose arguments are matrices that it copies by tiles."""
     if not tiled:
         return start
 
@@ -180,7 +180,7 @@ def _describing(start: Callable[..., None], tiled: list[int]) -> Callable[..., N
 
 
 def forget() -> None:
-    """Forgets what was compiled in this process, so that the next launch compiles or loads again."""
+    """Forgets the kernels that this process has compiled, so that the next launch compiles or loads again."""
     with _lock:
         for kernel in registered().values():
             kernel.launchers.clear()

@@ -16,9 +16,9 @@
     def scale(x, *, factor=2.0, preference=None):
         return _scale.call(x, factor, preference=preference)
 
-From this come both torch operators with their shape functions, the checks of upstream gradients, the
-`autograd.Function` with its mask of needed gradients, the error for a second derivative, and the binding for
-`adjoint.plan`: `operator.py` and `backward.py` make them.
+From this declaration `operator.py` and `backward.py` make both torch operators with their shape functions, the checks
+of upstream gradients, the `autograd.Function` with its mask of needed gradients, the error for a second derivative, and
+the binding for `adjoint.plan`.
 """
 
 import inspect
@@ -44,7 +44,7 @@ Candidates = Callable[[], tuple[Candidate, ...]]
 
 
 class Facts(NamedTuple):
-    """What a choice of plan may depend on, besides the device and the options: see `Problem`."""
+    """The facts on which a choice of plan may depend, besides the device and the options: see `Problem`."""
 
     dtypes: tuple[torch.dtype, ...]
     layout: str = ""
@@ -53,26 +53,27 @@ class Facts(NamedTuple):
 
 @dataclass(frozen=True)
 class Adjoint:
-    """One backward of an op. Its operator takes upstream gradients, what was saved, buffers, options and `need`.
+    """One backward of an op. Its operator takes upstream gradients, saved tensors, buffers, options and `need`.
 
-    `need` is a mask of the gradients that are needed, and is there where an op has several. The functions below take
-    all of that in this order, but `options_of`, `omits` and `assemble`.
+    `need` is a mask of the gradients that are needed; an op with only one gradient has none. The functions below take
+    all of these arguments in this order, except `options_of`, `omits` and `assemble`.
 
     Attributes:
-        candidates: best first; a function, so that no kernel is imported.
-        describe: the facts of a backward.
-        saves: the names of the inputs and outputs it reads, with a "?" behind those that may be None; by default all
-            inputs, and the outputs that are kept for it.
-        omits: `omits(needs, *arguments of the forward)`: names among `saves` that a call does not need; `needs` says
-            of every differentiable input, by name, whether it needs a gradient.
-        options: what follows the tensors, as a schema writes it; by default the options of the forward.
-        options_of: their values, from the arguments of the forward.
-        check: raises for wrong metadata; by default the op's own check, and that upstream gradients are like outputs.
-        allocate: empty gradients; by default like the inputs.
-        gradients: names of what it returns; by default a gradient for each differentiable input.
-        name: of the operator, behind that of the op.
-        overwrites: it writes the gradients over the differentiable inputs, which must be saved.
-        buffers: tensors of the caller that it adds to instead of returning a gradient.
+        candidates: a function that returns the candidates, best first. It is a function so that no kernel is imported.
+        describe: gives the facts of a backward.
+        saves: the names of the inputs and outputs that the backward reads, with a "?" behind those that may be None. By
+            default these are all inputs, and the outputs that are kept for the backward.
+        omits: `omits(needs, *arguments of the forward)` gives the names among `saves` that a call does not need.
+            `needs` says for each differentiable input, by name, whether it needs a gradient.
+        options: the options behind the tensors, as a schema writes them; by default those of the forward.
+        options_of: gives the values of the options, from the arguments of the forward.
+        check: raises for wrong metadata. By default it is the op's own check, and one that each upstream gradient has
+            the metadata of its output.
+        allocate: gives empty gradients; by default they are like the inputs.
+        gradients: the names of the results; by default a gradient for each differentiable input.
+        name: the operator's name behind that of the op.
+        overwrites: whether it writes the gradients over the differentiable inputs, which must be saved.
+        buffers: the caller's tensors to which it adds, instead of returning a gradient.
         assemble: `assemble(results, arguments)`: the gradients, of an operator that returns something else.
         at_once: `at_once(*arguments)`: the gradients where they are what was saved, and nothing is left to compute;
             else None. Not asked while compiling, or where a mode sees what runs.
@@ -100,28 +101,31 @@ class Adjoint:
 class Op:
     """The one declaration of an op: see the example at the top of this module.
 
-    The forward operator is `<name>(inputs, options, keep)`; `keep` is there where an op has outputs that its backward
-    alone reads, and says whether they are needed. Functions take the operator's arguments, unless they say otherwise.
+    The forward operator is `<name>(inputs, options, keep)`. Only an op with outputs that its backward alone reads has
+    `keep`, which says whether those outputs are needed. Functions take the operator's arguments, unless stated
+    otherwise.
 
     Args:
-        name: of the operator.
-        inputs: names of the tensors, with a "?" behind those that may be None; the first never is.
-        outputs: names of what a caller gets; with none, what it promises is about what it overwrites.
+        name: the name of the operator.
+        inputs: the names of the tensors, with a "?" behind those that may be None; the first one is never None.
+        outputs: the names of the outputs that a caller gets. Where there are none, the promises are about the inputs
+            that the op overwrites.
         check: raises `ArgumentError` for wrong metadata; `keep` is not among its arguments.
-        allocate: empty outputs, kept ones last.
-        describe: the facts that a choice of plan depends on.
-        forward: candidates, best first; a function, so that no kernel is imported.
+        allocate: gives empty outputs, kept ones last.
+        describe: gives the facts on which a choice of plan depends.
+        forward: a function that returns the candidates, best first. It is a function so that no kernel is imported.
         adjoint: the backward; None where there is none.
         alternatives: further forms of the backward, by the name under which `call` asks for them.
         differentiable: the inputs that have gradients; all by default.
-        constant: outputs that have no gradient, such as indices; the last ones.
-        absent: `absent(*arguments)`: outputs that these arguments do not ask for, which are empty and have no gradient.
-        kept: outputs behind the others that the backward alone reads.
-        options: what follows the tensors, as a schema writes it: "float scale, bool normalize".
-        gradient: an empty gradient for an input.
-        overwrites: inputs that the forward overwrites; such an op has no adjoint.
-        autocast: inputs that are cast to autocast's dtype where it is on, unless they are float64.
-        label: the op as errors name it; by default its name.
+        constant: the outputs that have no gradient, such as indices; they come last.
+        absent: `absent(*arguments)` gives the outputs that these arguments do not ask for. They are empty and have no
+            gradient.
+        kept: the outputs, behind the others, that only the backward reads.
+        options: the options behind the tensors, as a schema writes them: "float scale, bool normalize".
+        gradient: gives an empty gradient for an input.
+        overwrites: the inputs that the forward overwrites; such an op has no adjoint.
+        autocast: the inputs that are cast to autocast's dtype where autocast is on, unless they are float64.
+        label: the op's name in errors; by default its name.
         flops: the operations of its matrix products, 2·m·n·k each, for torch's `FlopCounterMode`; 0 by default.
         asks_device: the public function looks at the device of its tensors: a plan for another device is then that of
             tensors on none.
@@ -189,7 +193,7 @@ class Op:
         self.call = _make_call(self)
 
     def bind(self, arguments: tuple[Any, ...], form: str, buffers: tuple[Tensor, ...]) -> Call:
-        """The operators and arguments that a call amounts to."""
+        """The operators that a call runs, with their arguments."""
         complete = (*arguments, True) if self.kept else arguments
         backward = self.forms.get(form)
         public = len(self.upstream) - len(self.absent(*arguments) if self.absent else ())
@@ -223,18 +227,18 @@ class Op:
 
 
 class Bound(Exception):
-    """Ends a call of a public function that was made to learn which operators it would run."""
+    """Ends a call of a public function whose only purpose is to learn which operators it would run."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
 
 
 BINDING: Any = object()
-"""In the place of a preference: nothing is computed, and `Bound` says which operators would run."""
+"""Passed in place of a preference. Then nothing is computed, and `Bound` says which operators would run."""
 
 
 def _make_call(op: Op) -> Callable[..., Any]:
-    """`call(*inputs, *options, preference=, form=, buffers=)`; a closure, because attributes cost."""
+    """Makes `call(*inputs, *options, preference=, form=, buffers=)`. It is a closure because attributes cost time."""
     check, forward, autocast, kept = op.check, op.forward, op.autocast, bool(op.kept)
     forms, inputs, output_count = op.forms, op.inputs, len(op.outputs)
     differentiable = tuple(map(inputs.index, op.differentiable))
@@ -279,7 +283,7 @@ def _make_call(op: Op) -> Callable[..., Any]:
 
 
 def _cast(arguments: tuple[Any, ...], places: tuple[int, ...]) -> tuple[Any, ...]:
-    """The arguments with some tensors in autocast's dtype, where it is on; float64 and whole numbers stay."""
+    """Casts the tensors at some places to autocast's dtype, where autocast is on; float64 and integers stay."""
     first = arguments[places[0]]
     if not isinstance(first, Tensor) or first.is_meta or not torch.is_autocast_enabled(first.device.type):
         return arguments

@@ -19,10 +19,11 @@ class Backward:
     """One form of an op's backward: its operator, and the `autograd.Function` that runs it.
 
     Attributes:
-        saves: the names of what it reads of the forward's inputs and outputs.
-        has_mask: whether the operator takes `need`: an op with one gradient has no choice.
-        function: the `autograd.Function`, whose `apply` a compiler knows.
-        apply: what `function.apply` comes to outside of torch.func's transforms, without looking for them: half of it.
+        saves: the names of the forward's inputs and outputs that the backward reads.
+        has_mask: whether the operator takes `need`. An op with one gradient does not.
+        function: the `autograd.Function`, whose `apply` a compiler can trace.
+        apply: `function.apply` without its look for torch.func's transforms, which halves its time; only for use
+            outside of them.
     """
 
     def __init__(self, op: "Op", adjoint: "Adjoint") -> None:
@@ -41,7 +42,7 @@ class Backward:
 
         name, describe_facts = f"{op.name}_{adjoint.name}", adjoint.describe
         tensor_count, has_lists = len(tensors), "[]" in options
-        present = 0 if len(upstream) == 1 else len(upstream)  # of several upstream gradients any may be None
+        present = 0 if len(upstream) == 1 else len(upstream)  # if there are several upstream gradients, any may be None
 
         def describe(*arguments: Any) -> Problem:
             values = arguments[tensor_count:]
@@ -77,7 +78,7 @@ class Backward:
             check_reusable(self.op.label, **{self.saves[place]: saved[place] for place in self._places})
 
     def _check_upstream(self, *arguments: Any) -> None:
-        """The op's own check, and that upstream gradients are like the outputs; all inputs must be saved for it."""
+        """The op's own check, and a check that upstream gradients are like the outputs. All inputs must be saved."""
         op, first = self.op, len(self.op.upstream)
         inputs = arguments[first : first + op.input_count]
         options = arguments[first + len(self.saves) : len(arguments) - self.has_mask]
@@ -92,7 +93,7 @@ class Backward:
                     raise ArgumentError(f"{op.label}: {label} must be on {where}, got {gradient.device}")
 
     def _allocate(self, *arguments: Any) -> tuple[Tensor, ...]:
-        """A gradient like each differentiable input, empty where `need` does not ask for it."""
+        """Allocates a gradient for each differentiable input, of size 0 where `need` does not ask for it."""
         saved, gradient = arguments[len(self.op.upstream) :], self.op.gradient
         if not self.has_mask:
             return (gradient(saved[self._places[0]]),)
@@ -108,7 +109,7 @@ class Backward:
         outputs: tuple[Tensor, ...],
         buffers: tuple[Tensor, ...],
     ) -> tuple[Any, ...]:
-        """The arguments of a backward that computes every gradient, from those of the forward and its outputs."""
+        """The arguments of a backward that computes every gradient, from the forward's arguments and outputs."""
         present = [arguments[self.op.inputs.index(x)] is not None for x in self.op.differentiable]
         saved = self._saved(present, arguments, outputs)
         return (*upstream, *saved, *buffers, *self._options(arguments), *self._mask(present))
@@ -127,11 +128,11 @@ class Backward:
         return self.adjoint.options_of(*arguments)
 
     def _mask(self, needs: list[bool]) -> tuple[int, ...]:
-        """`need`, where the operator takes it, from whether each gradient is needed."""
+        """`need` as a tuple of one number; an empty tuple where the operator does not take it."""
         return (sum([1 << bit for bit, needed in enumerate(needs) if needed]),) if self.has_mask else ()
 
     def _make_function(self) -> Any:
-        """The `autograd.Function`: it takes the arguments of the forward but `keep`, buffers and the preference."""
+        """Makes the `autograd.Function`, which takes the forward's arguments but `keep`, buffers and the preference."""
         op, adjoint, declared = self.op, self.adjoint, self
         forward, operator, has_mask = op.forward, self.operator, self.has_mask
         keep, absent, constant_places = (True,) * bool(op.kept), op.absent, tuple(map(op.outputs.index, op.constant))
@@ -148,7 +149,7 @@ class Backward:
             def forward(ctx: Any, *values: Any) -> Any:  # type: ignore[override]
                 arguments, preference = values[:own_count], values[-1]
                 if not single and not is_compiling():
-                    ctx.set_materialize_grads(False)  # an output nobody used, or without a gradient, costs nothing
+                    ctx.set_materialize_grads(False)  # an output that is unused or has no gradient costs nothing
                 results = forward(*arguments, *keep, preference)
                 outputs = (results,) if single and not keep else results
                 if saves_inputs_alone:
@@ -157,7 +158,7 @@ class Backward:
                     needs = [ctx.needs_input_grad[place] for place in differentiable] if adjoint.omits else []
                     ctx.save_for_backward(*declared._saved(needs, arguments, outputs))
                 ctx.options, ctx.preference = declared._options(arguments), preference
-                # Not saved: they are written to, by this backward and by those of other calls.
+                # Buffers are not saved, because this backward and those of other calls write to them.
                 ctx.buffers = values[own_count:-1]
                 ctx.absent = tuple(map(op.outputs.index, absent(*arguments))) if absent else ()
                 if constant_places or ctx.absent:
@@ -169,7 +170,7 @@ class Backward:
                 if grad_enabled() and not is_compiling():
                     raise second_derivative(op.label)
                 upstream = upstream[:upstream_count]
-                for place in ctx.absent:  # a compiler makes zeros of a gradient that nobody gave
+                for place in ctx.absent:  # a compiler passes zeros where there is no gradient
                     upstream = (*upstream[:place], None, *upstream[place + 1 :])
                 gradients: list[Tensor | None] = [None] * argument_count
                 if not single and all(gradient is None for gradient in upstream):
@@ -189,7 +190,7 @@ class Backward:
                             torch.autograd.graph.increment_version(tensor)
                     results = tuple(x.detach() for x in overwritten)
                 else:
-                    arguments = (*upstream, *ctx.saved_tensors, *rest)  # checkpoints unpack what is saved once
+                    arguments = (*upstream, *ctx.saved_tensors, *rest)  # read once: a checkpoint unpacks only once
                     results = None
                     if adjoint.at_once is not None and not (is_compiling() or dispatch_modes()):
                         results = adjoint.at_once(*arguments[:-1])
@@ -215,15 +216,15 @@ _LISTS = (list, torch.Size)
 
 
 def _hashable(options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Values of options, of which a schema's lists ("SymInt[] shape") come as lists or as shapes."""
+    """Converts the values of options that are lists or shapes ("SymInt[] shape" in a schema) to tuples."""
     return tuple([tuple(x) if isinstance(x, _LISTS) else x for x in options])
 
 
-# --------------------------------------------------------- gradients that overwrite the inputs the forward saved
+# ------------------------------------------------------------ gradients that overwrite the saved inputs
 
 
 def check_reusable(op: str, **saved: Tensor) -> None:
-    """Raises unless each saved tensor has one place for each of its gradient's elements."""
+    """Raises unless gradients can be written over the saved tensors: each needs separate memory for every element."""
     if torch.compiler.is_compiling():
         raise Unsupported(
             f"{op}: reuse_inputs=True is not available under torch.compile, which plans the memory of the "

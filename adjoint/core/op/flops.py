@@ -14,23 +14,23 @@ from types import ModuleType
 from typing import Any
 
 Flops = Callable[..., int]
-"""Takes the arguments of an operator but the preference, and gives the operations of its matrix products."""
+"""Takes an operator's arguments without the preference, and gives the operations of its matrix products."""
 
 _COUNTER = "torch.utils.flop_counter"
 _formulas: dict[Any, Callable[..., int]] = {}
 
 
 def no_products(*arguments: Any) -> int:
-    """Of an operator without matrix products: torch counts nothing for elementwise work, sums, look-ups and sorts."""
+    """The formula without matrix products: torch counts no elementwise work, sums, look-ups or sorts."""
     return 0
 
 
 def count(packet: Any, names: Sequence[str], flops: Flops) -> None:
-    """Makes torch's counter know an operator.
+    """Registers an operator's formula with torch's counter.
 
     Args:
         packet: `torch.ops.adjoint.<name>`.
-        names: of its arguments, the preference last.
+        names: the names of its arguments, the preference last.
         flops: its formula.
     """
 
@@ -39,7 +39,7 @@ def count(packet: Any, names: Sequence[str], flops: Flops) -> None:
         return flops(*complete[:-1])
 
     _formulas[packet] = formula
-    if _COUNTER in sys.modules:  # another thread may still be executing it: importing it waits for that
+    if _COUNTER in sys.modules:  # another thread may still be executing the module; importing it waits for that
         _hand_over(import_module(_COUNTER), {packet: formula})
 
 
@@ -50,7 +50,7 @@ def _hand_over(counter: ModuleType, formulas: dict[Any, Callable[..., int]]) -> 
 
 
 class _WhenImported(MetaPathFinder):
-    """Hands the formulas over when torch's counter has been imported; finds no module itself."""
+    """Hands the formulas over once torch's counter has been imported. It finds no module itself."""
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != _COUNTER:
@@ -63,7 +63,7 @@ class _WhenImported(MetaPathFinder):
 
         def execute_and_hand_over(module: ModuleType) -> None:
             execute(module)
-            if module.__name__ == _COUNTER:  # a loader may be shared by modules
+            if module.__name__ == _COUNTER:  # modules may share a loader
                 _hand_over(module, _formulas)
 
         spec.loader.exec_module = execute_and_hand_over  # type: ignore[method-assign]

@@ -8,12 +8,12 @@ if TYPE_CHECKING:
     from adjoint.core.op import Op
 
 Observer = Callable[["Op", tuple[Any, ...], str, str, Callable[[], Any]], Any]
-"""`observer(op, arguments, form, preference, run)` calls `run()` once, and returns what that returns."""
+"""`observer(op, arguments, form, preference, run)` calls `run()` once and returns its result."""
 
 
 class _Watch:
     """Attributes:
-    observer: what every call of an op in this process goes through, unless it is None.
+    observer: the observer of every call of an op in this process; None where there is none.
     """
 
     observer: Observer | None = None
@@ -24,7 +24,7 @@ watch = _Watch()
 
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """Every call of an op in this block goes through an observer."""
+    """Passes every call of an op in this block through an observer."""
     if watch.observer is not None:
         raise RuntimeError("an audit is running already: one at a time")
     watch.observer = observer

@@ -21,7 +21,7 @@ from adjoint.core.plan import Candidate, Plan, first_use, forget_plans, select
 from adjoint.core.problem import Problem
 
 DEVICES = ("cpu", "cuda")
-"""Device types operators are registered for."""
+"""The device types for which operators are registered."""
 
 
 @dataclass
@@ -29,19 +29,20 @@ class Operator:
     """One direction of an op (`swiglu`, `swiglu_backward`): its arguments, its outputs and its candidates.
 
     Attributes:
-        name: as registered, `torch.ops.adjoint.<name>`.
-        outputs: the names of what it returns, or of what it overwrites.
-        tensors: the names of its tensor arguments, which come first; an optional one may be None, the first never.
+        name: its name in `torch.ops.adjoint`.
+        outputs: the names of the results, or of the tensors that it overwrites.
+        tensors: the names of its tensor arguments, which come first. An optional one may be None, but never the first.
         check: raises `ArgumentError` for arguments whose metadata is wrong.
-        allocate: empty outputs for given arguments; the shape function is the same code.
-        describe: the `Problem` of given arguments.
-        candidates: best first; a function, so that no kernel module is imported to define an op.
-        assemble: of a backward: `assemble(results, arguments)` gives a gradient for each output, where it is not what
-            the operator returns.
+        allocate: gives empty outputs for some arguments; the shape function is the same code.
+        describe: gives the `Problem` of some arguments.
+        candidates: a function that returns the candidates, best first. It is a function so that defining an op imports
+            no kernel.
+        assemble: for a backward whose results are not the gradients: `assemble(results, arguments)` gives a gradient
+            for each output.
         flops: the operations of its matrix products, as torch counts them.
         call: the registered operator.
-        plans: what was chosen so far, by problem and preference.
-        has_warned: whether a call has warned that no plan of it was repeatable.
+        plans: the plans chosen so far, by problem and preference.
+        has_warned: whether a call has warned that none of its plans was repeatable.
     """
 
     name: str
@@ -60,9 +61,9 @@ class Operator:
     def __call__(self, *arguments: Any) -> Any:
         """Runs the operator on its arguments, of which the last is the preference's string.
 
-        Through torch's dispatcher whenever anyone could be listening there (a compiler, a mode, a
-        tensor subclass, a transform, the profiler), and straight to the launch otherwise: entering
-        Python through the dispatcher costs as much as everything else in a call together.
+        The call goes through torch's dispatcher wherever anything could be listening there: a compiler, a mode, a
+        tensor subclass, a transform or the profiler. Otherwise it goes straight to the launch, because entering Python
+        through the dispatcher costs as much as all the rest of a call.
         """
         tensors = arguments[: len(self.tensors)]
         if torch.compiler.is_compiling():
@@ -74,7 +75,7 @@ class Operator:
         return results[0] if len(self.outputs) == 1 and results else results
 
     def launch(self, arguments: tuple[Any, ...], preference: str) -> tuple[Tensor, ...]:
-        """Chooses a plan and runs it; what the registered operator does on every device."""
+        """Chooses a plan and runs it. The registered operator does this on every device."""
         problem = self.describe(*arguments)
         plan = self.plans.get((problem, preference))
         if plan is None:
@@ -91,12 +92,12 @@ def register(
 ) -> Operator:
     """Registers `torch.ops.adjoint.<name>(<tensors>, <options>, str preference)`.
 
-    A gradient nobody needs is a bit of a mask and an output of size 0, not another schema.
+    A gradient that nobody needs takes a bit of a mask and an output of size 0, and no further schema.
 
     Args:
-        operator: without `call`, which is made here.
+        operator: the operator without `call`, which is made here.
         tensors: the names of its tensors, with a "?" behind those that may be None.
-        options: what follows the tensors, as a schema writes it.
+        options: the options behind the tensors, as a schema writes them.
         results: how many tensors it returns.
         overwritten: the names of the tensors that it writes to.
     """
@@ -115,11 +116,11 @@ def register(
 
     def run(*arguments: Any) -> Any:
         check(*arguments[:-1])
-        with torch.no_grad():  # called directly, on a tensor that requires a gradient, it records none
+        with torch.no_grad():  # a direct call on a tensor that requires a gradient records none
             return unwrap(operator.launch(arguments[:-1], arguments[-1]))
 
     def shape(*arguments: Any) -> Any:
-        if results:  # an operator that overwrites its arguments also checks addresses: real ones only
+        if results:  # the check of an operator that overwrites its arguments reads addresses, which fakes do not have
             check(*arguments[:-1])
         return unwrap(operator.allocate(*arguments[:-1]))
 
@@ -139,7 +140,7 @@ def operators() -> list[Operator]:
 
 
 def forget() -> None:
-    """Forgets every plan chosen so far, and every kernel compiled: the next call is again the first."""
+    """Forgets every chosen plan and every compiled kernel, so that the next call is again the first."""
     forget_plans(operators())
     kernels.forget()
     first_use.forget()
@@ -154,9 +155,9 @@ is_batched = torch._C._functorch.is_legacy_batchedtensor  # what is_grads_batche
 
 
 def _is_heard(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether calling these tensors' operator past the dispatcher could be noticed."""
+    """Whether anything could notice that a call with these tensors bypasses the dispatcher."""
     for tensor in tensors:
-        if tensor is None:  # an optional argument that is not given
+        if tensor is None:  # an optional argument that is absent
             continue
         if type(tensor) not in _PLAIN or tensor.is_meta or tensor.is_neg() or tensor._is_zerotensor():
             return True
@@ -168,7 +169,7 @@ def _is_heard(tensors: tuple[Tensor | None, ...]) -> bool:
 
 
 def refuse_transforms(op: str, tensors: tuple[Tensor | None, ...]) -> None:
-    """Raises under what would lose derivatives in silence: torch.func's transforms and forward-mode gradients."""
+    """Raises under torch.func's transforms and forward-mode gradients, which would lose derivatives in silence."""
     present = [tensor for tensor in tensors if tensor is not None]
     if transform() is not None or any(map(is_batched, present)):
         raise Unsupported(

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Call:
-    """What a call of a public function amounts to: operators and arguments.
+    """The operators that a call of a public function runs, with their arguments.
 
     Attributes:
         operator: the forward.
-        arguments: its arguments: tensors first, None for an optional one that is not given.
-        adjoint: the backward, when there is one.
-        adjoint_arguments: `(upstream, outputs) -> arguments` of the adjoint when every gradient is
-            wanted; `upstream` holds the gradients of the public outputs, `outputs` all outputs of the
-            forward operator. Reads metadata alone: inside `plan` both are meta tensors.
+        arguments: the arguments of the forward, tensors first; None for an optional tensor that is absent.
+        adjoint: the backward, if there is one.
+        adjoint_arguments: `(upstream, outputs) -> arguments` of an adjoint that computes every gradient. `upstream` has
+            the gradients of the public outputs, and `outputs` has all outputs of the forward operator. It reads only
+            metadata, because both are meta tensors inside `plan`.
         public_outputs: how many of the operator's outputs, from the first, the public function
             returns; None for all.
         elsewhere: the call of tensors on no device, where their device decides more than the choice of a plan.
@@ -59,7 +59,7 @@ _public: dict[Any, Callable[..., Call]] = {}
 
 
 def publish(function: Any, bind: Callable[..., Call]) -> None:
-    """Makes a public function known to `plan`; `bind` takes the same arguments and validates them."""
+    """Makes a public function known to `plan`. `bind` takes the function's arguments and validates them."""
     _public[function] = bind
 
 
@@ -69,7 +69,7 @@ def published() -> dict[str, Any]:
 
 
 def bind(function: Any, *arguments: Any, **keywords: Any) -> Call:
-    """The operators and arguments a call of a public function amounts to; nothing is computed.
+    """The operators that a call of a public function runs, with their arguments; nothing is computed.
 
     Raises:
         ArgumentError: the function is no op, or the arguments are wrong.
@@ -93,20 +93,20 @@ def plan(
     target: str | None = None,
     **keywords: Any,
 ) -> Plan:
-    """The plan a call of a public function would use, with its adjoint; nothing is computed.
+    """The plan that a call of a public function would use, with its adjoint; nothing is computed.
 
     Args:
         function: a public op, such as `adjoint.swiglu`.
-        arguments: as for the call; meta tensors will do.
-        preference: narrows the choice, over what `prefer(...)` asks.
-        device: where the op would run, for meta tensors; by default the GPU if there is one.
-        target: the architecture of a GPU that need not be there, such as "sm_90", in place of a device. Such a plan
-            tells everything about itself and does not run; its schedule is that of the architecture.
+        arguments: as for the call; they may be meta tensors.
+        preference: narrows the choice further than `prefer(...)`, and wins where both set a field.
+        device: for meta tensors, the device that the op would run on; by default the GPU if there is one.
+        target: the architecture of a GPU that need not be present, such as "sm_90", in place of a device. Such a plan
+            can be read, but not run. It has the schedule of the architecture.
         keywords: as for the call.
 
     Raises:
         ArgumentError: the arguments are wrong.
-        Unsupported: no candidate meets the preference; lists each with its reason.
+        Unsupported: no candidate meets the preference; the error lists each one with its reason.
     """
     call = bind(function, *arguments, **keywords)
     tensor = next(a for a in call.arguments if isinstance(a, Tensor))
@@ -120,7 +120,7 @@ def plan(
 
 
 def _device_of(target: str, device: torch.device | str | None) -> torch.device:
-    """The kind of device that a target is."""
+    """The device type of a target."""
     if device is not None:
         raise ArgumentError(f"plan: give device= or target=, not both; got {device} and {target}")
     if target not in kernels.TARGETS:

@@ -18,38 +18,40 @@ if TYPE_CHECKING:
 
 
 Run = Callable[["Plan", tuple[Any, ...], tuple[Tensor, ...] | None, Tensor | None], tuple[Tensor, ...]]
-"""What a candidate in plain PyTorch runs: `(plan, arguments, outputs or None, workspace or None) -> outputs`."""
+"""The function of a candidate in plain PyTorch: `(plan, arguments, outputs or None, workspace or None) -> outputs`."""
 
 Compute = Callable[["Plan", tuple[Any, ...], tuple[Tensor, ...], Tensor | None], None]
-"""What writes into outputs that are there: `(plan, arguments, outputs, workspace or None)`."""
+"""A function that writes into allocated outputs: `(plan, arguments, outputs, workspace or None)`."""
 
 AtOnce = Callable[[tuple[Any, ...]], tuple[Tensor, ...] | None]
-"""What gives outputs that it allocates itself, from the operator's arguments; None where it has no way to."""
+"""A function from the operator's arguments to outputs that it allocates itself; None where it cannot."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to compute an operator. A family's `plans.py` holds these, and nothing else decides.
+    """One way to compute an operator. The candidates in a family's `plans.py` alone decide the choice of a plan.
 
     Attributes:
-        name: unique within the operator; what `Preference(plan=...)` names.
+        name: the name for `Preference(plan=...)`, unique within the operator.
         backend: "triton" or "eager".
-        kernel: the function that does the work.
-        revision: goes up when the kernel's bits change.
-        refuse: why it cannot serve a problem; empty when it can.
-        guarantee: what each output promises for a problem, by output name.
-        setup: of a plan on kernels: binds what it launches and the workspace, and gives what runs; see `launch.py`.
+        kernel: the name of the function that does the work.
+        revision: a number that goes up when the kernel's bits change.
+        refuse: says why the candidate cannot serve a problem; empty when it can.
+        guarantee: gives what each output promises for a problem, by output name.
+        setup: for a plan on kernels: binds the kernels and the workspace, and returns the function that runs them; see
+            `launch.py`.
         targets: the architectures that `setup` is for.
-        returns_outputs: what `setup` gives allocates the outputs and returns them, because their sizes are results.
-        run: of a plan in plain PyTorch: computes and returns the outputs; where they are None it allocates them
+        returns_outputs: whether the function that `setup` returns allocates the outputs and returns them, because their
+            sizes are results.
+        run: for a plan in plain PyTorch: computes and returns the outputs. Where they are None it allocates them
             (`plan.allocate`).
-        numeric: the parameters of `run` that change bits; kernels say themselves which of theirs do.
-        schedules: the parameters that do not, by GPU.
-        entry: the name of a problem's parameters among the schedules; by default that of the kernel.
-        workspace_bytes: the scratch memory of `run`; None where a library allocates what it likes.
-        any_layout: serves every layout, so a plan made for one runs the others.
-        waits: whether it waits for the device, because only there it is known how much there is to compute; then no
-            CUDA graph can record it.
+        numeric: the parameters of `run` that change bits; kernels declare their own.
+        schedules: the parameters that change no bit, by GPU.
+        entry: gives the name of a problem's parameters among the schedules; by default the name of the kernel.
+        workspace_bytes: the scratch memory of `run`; None where a library allocates as it likes.
+        any_layout: whether it serves every layout, so that a plan for one layout runs the others.
+        waits: whether it waits for the device, because only the device knows how much there is to compute. No CUDA
+            graph can record such a plan.
     """
 
     name: str
@@ -70,9 +72,9 @@ class Candidate:
     waits: Callable[[Problem], bool] = lambda problem: False
 
     def schedule(self, problem: Problem, device: torch.device | None = None) -> dict[str, int]:
-        """The schedule of a problem on a device; without one, that of a GPU nobody tuned.
+        """The schedule of a problem on a device; without a device, the default for GPUs that nobody tuned.
 
-        Kernels for one architecture have its schedule wherever they are asked about: they run nowhere else.
+        Kernels for only one architecture have its schedule on every device, because they run nowhere else.
         """
         if self.schedules is None:
             return {}
@@ -83,18 +85,18 @@ class Candidate:
         return self.schedules.lookup(self._entry_of(problem), device)
 
     def schedule_on(self, problem: Problem, *names: str) -> dict[str, int]:
-        """The schedule of a problem on a GPU of that name or architecture, which need not be there."""
+        """The schedule of a problem on a GPU with one of these names or architectures, which need not be present."""
         return {} if self.schedules is None else self.schedules.named(self._entry_of(problem), *names)
 
     def _entry_of(self, problem: Problem) -> str:
         return self.entry(problem) if self.entry else self.kernel
 
     def why_not_on(self, device: torch.device) -> str:
-        """Why its kernels cannot run on a device, whatever the problem; empty when they can."""
+        """Why its kernels cannot run on a device for any problem; empty when they can."""
         return "" if self.setup is None else kernels.why_not_on(device, self.targets)
 
     def why_not_for(self, problem: Problem) -> str:
-        """Why it cannot serve a problem where that is posed; empty when it can."""
+        """Why it cannot serve a problem on the problem's own device or target; empty when it can."""
         if reason := self.refuse(problem):
             return reason
         if problem.target:
@@ -102,7 +104,7 @@ class Candidate:
         return self.why_not_on(problem.device)
 
     def scratch_bytes(self, problem: Problem) -> int | None:
-        """The bytes of scratch memory a problem needs; None where a library allocates what it likes."""
+        """The bytes of scratch memory that a problem needs; None where a library allocates as it likes."""
         if self.setup is None:
             return self.workspace_bytes(problem)
         setup = Setup(problem, self.schedule(problem, problem.device))
@@ -149,7 +151,7 @@ def in_pytorch(
     waits: Callable[[Problem], bool] = lambda problem: False,
     revision: int = 1,
 ) -> Candidate:
-    """A candidate in plain PyTorch: for every problem and layout, on every device."""
+    """A candidate in plain PyTorch, which serves every problem and layout on every device."""
     return Candidate(
         name, "eager", "pytorch", revision, lambda problem: "", guarantee, run,
         numeric=numeric, workspace_bytes=lambda problem: None, any_layout=True, waits=waits,

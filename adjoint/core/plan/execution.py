@@ -23,12 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """A candidate bound to a problem. Owns no memory. `print(plan)` says why this one, `repr(plan)` which in a line.
+    """A candidate bound to a problem. It owns no memory.
+
+    `print(plan)` explains the choice of the plan, and `repr(plan)` names the plan in one line.
 
     Attributes:
         others: the candidates that were not taken, by name, each with the reason.
-        adjoint: the plan of the backward, when there is one.
-        overrides: schedule parameters that are not the reviewed ones.
+        adjoint: the plan of the backward, if there is one.
+        overrides: schedule parameters that replace the reviewed ones.
     """
 
     operator: "Operator"
@@ -77,7 +79,7 @@ class Plan:
 
     @cached_property
     def _setup(self) -> tuple[Setup, Execute]:
-        """What a plan on kernels binds, and what runs it."""
+        """For a plan on kernels: its setup, and the function that runs it."""
         assert self.candidate.setup is not None
         setup = Setup(self.problem, self.schedule, overrides=bool(self.overrides))
         return setup, self.candidate.setup(setup)
@@ -99,7 +101,7 @@ class Plan:
 
     @cached_property
     def waits(self) -> bool:
-        """Whether `run` waits for the device; a CPU keeps nobody waiting."""
+        """Whether `run` waits for the device; always False on the CPU."""
         return self.problem.device.type != "cpu" and self.candidate.waits(self.problem)
 
     def with_schedule(self, **parameters: int) -> "Plan":
@@ -116,7 +118,7 @@ class Plan:
         return replace(self, overrides=tuple(parameters.items()))
 
     def can_implement(self, *tensors: Tensor | None) -> None:
-        """Raises `ArgumentError` for wrong arguments, `Unsupported` for another problem than the plan's."""
+        """Raises `ArgumentError` for wrong arguments, and `Unsupported` for a problem other than the plan's."""
         op, names = self.operator.name, self.operator.tensors
         if len(tensors) != len(names):
             raise ArgumentError(f"{op}: the plan takes {len(names)} tensors ({', '.join(names)}), got {len(tensors)}")
@@ -132,11 +134,11 @@ class Plan:
             raise Unsupported(f"{op}: the plan {self.name} was not made for this problem: {differences}")
 
     def prepare(self) -> "Plan":
-        """Compiles everything `run` launches, here and in the adjoint; returns the plan.
+        """Compiles all kernels of this plan and of its adjoint, and returns the plan.
 
         Raises:
             Unsupported: the plan was made for a target, not for a device.
-            WrongResult: it computes wrongly, which `first_use_check` looks for.
+            WrongResult: the first-use check is on, and found a result outside of its guarantee.
         """
         self._require_device()
         if self.candidate.setup is not None:
@@ -161,12 +163,11 @@ class Plan:
         out: Tensor | tuple[Tensor, ...] | None = None,
         workspace: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
-        """Computes the outputs from the operator's tensors, in its order; no gradient is recorded.
+        """Computes the outputs from the operator's tensors, in its order, and records no gradient.
 
-        An optional tensor that is not given is None.
-        After `prepare()`, with `out=` and, where `workspace_bytes` is not 0, `workspace=` (any
-        contiguous tensor of at least that many bytes), a kernel plan compiles nothing, allocates
-        nothing and never waits for the device; docs/concepts.md names the exceptions.
+        An optional tensor that is absent is None. `workspace=` is any contiguous tensor of at least `workspace_bytes`
+        bytes. After `prepare()`, a kernel plan that runs with `out=` and, where it needs one, `workspace=` compiles
+        nothing, allocates nothing and never waits for the device. docs/concepts.md names the exceptions.
         """
         self._require_device()
         with torch.no_grad():
@@ -188,10 +189,10 @@ class Plan:
         return results[0] if len(results) == 1 else results
 
     def errors(self, *tensors: Tensor | None) -> dict[str, Figures]:
-        """What the promises say of these tensors: the norm of each output's bound, and that of the error to expect.
+        """The norm of each output's bound and that of its expected error, by output, for these tensors.
 
-        The tensors are those of the op's reference: the inputs, in a backward behind the upstream gradients. Outputs
-        whose promise is no bound that is evaluated are not there.
+        The tensors are those that the op's reference takes: the inputs, and in a backward the upstream gradients before
+        them. Only outputs whose error statement is `Derived` have an entry.
         """
         promises = {name: promise.error for name, promise in self.guarantee.items()}
         return {name: error.figures(*tensors) for name, error in promises.items() if isinstance(error, Derived)}
@@ -202,7 +203,7 @@ class Plan:
         outputs: tuple[Tensor, ...] | None = None,
         workspace: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """`run` without its checks, on the operator's arguments, options included."""
+        """`run` without its checks, on the operator's arguments, including its options."""
         if first_use.switch.enabled:
             first_use.check(self)
         if self.waits:
@@ -236,7 +237,7 @@ class Plan:
 
 
 class _Guarantees(dict[str, Guarantee]):
-    """Guarantees by output; the error for another name says which there are."""
+    """Guarantees by output. The error for an unknown name lists the outputs."""
 
     def __init__(self, op: str, guarantees: Mapping[str, Guarantee]) -> None:
         super().__init__(guarantees)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from adjoint.core.plan import Plan
 
 LABEL = 11
-"""Columns of the word that opens a line."""
+"""The width of the label at the beginning of a line."""
 
 
 def in_a_line(plan: "Plan") -> str:
@@ -19,7 +19,7 @@ def in_a_line(plan: "Plan") -> str:
 
 
 def in_words(plan: "Plan") -> str:
-    """Why this plan, what it promises, why no other, and the same of its adjoint; a statement a line."""
+    """The plan, what it promises, why no other was taken, and the same for its adjoint; one statement a line."""
     workspace = plan.workspace_bytes
     statements = [
         ("problem", str(plan.problem)),
@@ -39,7 +39,7 @@ def in_words(plan: "Plan") -> str:
 
 
 def as_data(plan: "Plan") -> dict[str, Any]:
-    """The same as numbers, texts, lists and dictionaries."""
+    """The statements of `in_words` as numbers, texts, lists and dictionaries."""
     return {
         "op": plan.operator.name,
         "plan": plan.name,

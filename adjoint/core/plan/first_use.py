@@ -20,7 +20,7 @@ class _Switch:
     """Whether the check is on: for the process, or while a block is open in any of its threads.
 
     Attributes:
-        enabled: what every call reads.
+        enabled: whether the check is on; every call reads it.
     """
 
     def __init__(self) -> None:
@@ -44,13 +44,13 @@ def set_first_use_check(enabled: bool) -> None:
 
 @contextmanager
 def first_use_check() -> Iterator[None]:
-    """Checks every plan that runs in this block, the first time that it does in the process.
+    """Checks every plan that runs in this block, before its first run in the process.
 
-    Before a plan first runs on a device, and in `plan.prepare()`, it computes a small case of its op, which is compared
-    with the float64 reference: an output that is not within its guarantee raises `WrongResult`, and the call computes
-    nothing. docs/concepts.md says which case it is, and what that costs. While a CUDA graph is recorded nothing is
-    checked: a plan that was not checked before warns. The backward runs on a thread of autograd's, so a block counts
-    for all threads; `set_first_use_check(True)` is for the whole process.
+    Before a plan first runs on a device, and in `plan.prepare()`, the plan computes a small case of its op, and the
+    check compares the result with the float64 reference. If an output is not within its guarantee, `WrongResult` is
+    raised and the call computes nothing. docs/concepts.md says which case it is, and what the check costs. While a CUDA
+    graph is recorded nothing is checked, and a plan that was not checked before warns. A block applies to all threads,
+    because autograd runs the backward on a thread of its own. `set_first_use_check(True)` is for the whole process.
     """
     switch.change(blocks=1)
     try:
@@ -71,20 +71,20 @@ _warned: set[Hashable] = set()
 
 
 def forget() -> None:
-    """Forgets what was checked: the next use of every plan is again the first."""
+    """Forgets which plans were checked, so that the next use of every plan is again the first."""
     with _checking:
         _passed.clear()
         _warned.clear()
 
 
 def _key(plan: "Plan") -> Hashable:
-    """What is checked once: a plan's SKU on a device, with the kernels that it may launch as they are compiled."""
+    """The key of one check: a plan's SKU, its device, and the variants of the kernels that it may launch."""
     return str(plan.sku), plan.problem.device, frozenset(launch.variant for launch in plan.launches)
 
 
 def check(plan: "Plan") -> None:
-    """Compares a plan with a known answer, unless that was done; raises `WrongResult`."""
-    if _of_thread.is_checking:  # what the check itself runs
+    """Compares a plan's result with a known answer, unless that was done; raises `WrongResult` if it is wrong."""
+    if _of_thread.is_checking:  # the check itself runs this plan
         return
     key = _key(plan)
     if key in _passed:
@@ -95,7 +95,7 @@ def check(plan: "Plan") -> None:
         return
     from adjoint.known_answers import compare
 
-    with _checking:  # of several threads one checks, and the others wait for what it finds
+    with _checking:  # one thread checks, and others wait for its result
         if key in _passed:
             return
         _of_thread.is_checking = True

@@ -22,7 +22,7 @@ _lock = threading.Lock()
 def select(operator: "Operator", problem: Problem, preference: str) -> Plan:
     """The first candidate that accepts the problem and meets the preference, as a plan.
 
-    Where the preference has an alternative, that is for a problem of which no plan meets the first request.
+    If no plan meets the first request of the preference, its alternative applies, if it has one.
     """
     plan = operator.plans.get((problem, preference))
     if plan is not None:
@@ -61,7 +61,7 @@ def _first_that_fits(operator: "Operator", problem: Problem, preference: str) ->
 
 
 def _warn_not_repeatable(plan: Plan) -> None:
-    """Warns, once for each operator, that a call runs without a promise that `warn_only=True` asks for."""
+    """Warns, once for each operator, that a call under `warn_only=True` runs a plan that is not repeatable."""
     operator = plan.operator
     if not operator.has_warned:
         operator.has_warned = True
@@ -75,7 +75,7 @@ def _warn_not_repeatable(plan: Plan) -> None:
 
 
 def forget_plans(operators: Iterable["Operator"]) -> None:
-    """Forgets every plan that was chosen for some operators, and that they have warned."""
+    """Forgets all plans of these operators, and whether the operators have warned."""
     with _lock:
         for operator in operators:
             operator.plans.clear()
@@ -83,13 +83,13 @@ def forget_plans(operators: Iterable["Operator"]) -> None:
 
 
 def _named(request: Preference, candidates: tuple[Candidate, ...]) -> str | None:
-    """Which of the plans a preference names is meant here: the first that is among the candidates."""
+    """The first of the plans that a preference names that is among the candidates."""
     known = {candidate.name for candidate in candidates}
     return next((name for name in (request.plan or "").split("+") if name in known), None)
 
 
 def _objection(candidate: Candidate, problem: Problem, request: Preference, named: str | None) -> str:
-    """Why a candidate is not chosen; empty when it may be."""
+    """Why a candidate may not be chosen; empty when it may."""
     if request.backend is not None and candidate.backend != request.backend:
         return f"its backend is {candidate.backend}, the preference asks for {request.backend}"
     if request.plan is not None and candidate.name != named:

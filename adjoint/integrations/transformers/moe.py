@@ -13,11 +13,12 @@ from adjoint.ops import moe
 OLDEST = (5, 8)
 
 ROUTERS = ("Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "Qwen3NextTopKRouter", "Qwen3_5MoeTopKRouter")
-"""Classes that take the k largest of a softmax over all experts, and divide by their sum, always or on request."""
+"""Router classes that take the k largest of a softmax over all experts and divide them by their sum, always or on
+request."""
 
 
 def register_experts(name: str = "adjoint") -> None:
-    """Makes `adjoint.moe.experts` one of transformers' implementations of experts, for all models, under a name.
+    """Registers `adjoint.moe.experts` under a name as one of transformers' implementations of experts, for all models.
 
     A model whose experts are of another kind, with biases or another activation for example, raises in its forward.
     Expert parallelism is not supported: it marks the experts of other ranks by an index out of range, which is
@@ -36,7 +37,7 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     """The forward of an experts module of transformers: tokens [T, D], their experts and weights [T, k].
 
     Raises:
-        Unsupported: the experts have biases, another activation, or lie in memory in another way.
+        Unsupported: the experts have biases, another activation, or another layout in memory.
     """
     if reason := why_not_experts(module):
         raise Unsupported(f"experts_forward: {type(module).__name__} {reason}; choose another experts_implementation")
@@ -45,10 +46,10 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
 
 
 def exchange_routers(model: nn.Module) -> int:
-    """Lets every router of a model choose experts and their weights by `adjoint.moe.route`; says how many there are.
+    """Lets every router of a model choose experts and their weights by `adjoint.moe.route`; returns their number.
 
-    The router's logits are what they were, to the bit, and so are the types of what it returns. Routers stay modules of
-    their class, with their hooks; `del router.forward` puts one back.
+    The router's logits keep their bits, and its results keep their types. Routers stay modules of their class, with
+    their hooks. `del router.forward` restores a router.
 
     Raises:
         ArgumentError: the model has no router that routes in this way.
@@ -64,7 +65,7 @@ def exchange_routers(model: nn.Module) -> int:
 
 
 def router_forward(router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [T, E], and the weights, in their dtype, and indices of the chosen experts, [T, k] both."""
+    """The logits [T, E], and the weights, in the logits' dtype, and indices of the chosen experts, both [T, k]."""
     logits = F.linear(hidden_states.reshape(-1, router.hidden_dim), router.weight)
     weights, indices = moe.route(logits, router.top_k, renormalize=getattr(router, "norm_topk_prob", True))
     return logits, weights.to(logits.dtype), indices

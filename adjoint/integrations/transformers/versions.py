@@ -4,7 +4,7 @@ from adjoint.core.errors import Unsupported
 
 
 def require(oldest: tuple[int, int], newest: tuple[int, int] | None = None) -> None:
-    """Raises Unsupported, with the version, where transformers is older than the oldest or newer than the newest."""
+    """Raises Unsupported, with the version, if transformers is older than the oldest or newer than the newest one."""
     import transformers
 
     release = tuple(int(part) for part in transformers.__version__.split(".")[:2])

@@ -1,8 +1,8 @@
 """How far the activations may be from the exact results: docs/activation.md derives the constants.
 
-silu of a 16-bit number has a stated error in units in the last place where every number has it: all were tried.
-Everything else is a product of two or three numbers, too many to try: an error before the result is rounded, and that
-rounding.
+silu of a 16-bit number has a stated error in units in the last place, because all numbers were tried. All other results
+are products of two or three numbers, which are too many to try. Their bounds have an error before the result is
+rounded, and that rounding.
 """
 
 from collections.abc import Mapping
@@ -22,24 +22,25 @@ ULP: Mapping[str, Mapping[torch.dtype, float]] = {
 }
 """The largest error of silu in units in the last place, over every 16-bit number, by arithmetic and dtype.
 
-torch's float32 is not among them: it gives 0 for numbers of bfloat16 whose silu is not.
+torch's float32 is not among them, because it gives 0 for some bfloat16 numbers whose silu is not 0.
 """
 
 
 class Arithmetic(NamedTuple):
-    """What an arithmetic costs before the result is rounded.
+    """The errors of an arithmetic before the result is rounded.
 
     Attributes:
-        dtype: the type it runs in; u is half of its eps, η its smallest number, ν its smallest normal one.
+        dtype: the type of the arithmetic. u is half of its eps, η its smallest number, and ν its smallest normal one.
         value: the error of silu(gate)·factor in units u of its size.
-        slope: the error of dy·up·silu'(gate) in units u of its terms' sizes, |dy·up|·(σ + |gate|·σ·(1 − σ)).
-        lowest: silu and its slope may count as 0 for gates below.
-        growth: units u more, of value and slope, for each unit by which a gate is below 0.
-        underflow: numbers η that silu(gate)·factor may lose on the way.
-        by_torch: dy·σ(gate) and dy·silu'(gate) are formed before they meet up; otherwise half exponentials are
-            multiplied into dy and into up first.
-        rounds_between: silu(gate) and dy·silu'(gate) are rounded to the storage type before they are multiplied.
-        takes_infinities: something is promised for infinite gates too.
+        slope: the error of dy·up·silu'(gate) in units u of the sizes of its terms, |dy·up|·(σ + |gate|·σ·(1 − σ)).
+        lowest: for gates below this, silu and its slope may count as 0.
+        growth: the further units u of value and slope for each unit by which a gate is below 0.
+        underflow: the number of η that silu(gate)·factor may lose by underflow.
+        by_torch: whether dy·σ(gate) and dy·silu'(gate) are computed before the product with up. Otherwise half
+            exponentials are multiplied into dy and into up first.
+        rounds_between: whether silu(gate) and dy·silu'(gate) are rounded to the storage type before they are
+            multiplied.
+        takes_infinities: whether there is a promise for infinite gates.
     """
 
     dtype: torch.dtype
@@ -54,12 +55,12 @@ class Arithmetic(NamedTuple):
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether `lowest` is a promise to read: torch's float64 is exact to its storage types far beyond them."""
+        """Whether a promise mentions `lowest`. Torch's float64 does not need it for its storage types."""
         return not (self.by_torch and self.dtype == torch.float64)
 
 
 def arithmetic(name: str, dtype: torch.dtype) -> Arithmetic:
-    """What an arithmetic ("float64", "float32", "nvidia" or "portable") costs for a storage type."""
+    """The errors of an arithmetic ("float64", "float32", "nvidia" or "portable") for a storage type."""
     if dtype == torch.float64:
         return Arithmetic(torch.float64, 40, 80, lowest=-1416.0)
     if name == "float64":
@@ -75,7 +76,8 @@ def arithmetic(name: str, dtype: torch.dtype) -> Arithmetic:
 
 
 class Bounds:
-    """The errors of an arithmetic's results in a storage type: functions of the exact arguments, in float64."""
+    """Bounds of the errors of an arithmetic's results in a storage type, as functions of the exact arguments in
+    float64."""
 
     def __init__(self, used: Arithmetic, dtype: torch.dtype) -> None:
         info = torch.finfo(used.dtype)
@@ -83,7 +85,7 @@ class Bounds:
         self.unit, self.tiny, self.normal = info.eps / 2, info.smallest_normal * info.eps, info.smallest_normal
 
     def value(self, gate: Tensor, factor: Tensor | None) -> Tensor:
-        """For silu(gate)·factor: every operation rounds once; silu underflows for gates that are nearly 0."""
+        """The bound of silu(gate)·factor. Every operation rounds once, and silu underflows for gates near 0."""
         silu = reference.silu(gate)
         error = self._relative(self.used.value, gate) * silu.abs()
         lost = self.used.underflow + torch.where(gate.abs() < 4 * self.normal, _size(factor), 0.0)
@@ -92,7 +94,7 @@ class Bounds:
         return self._rounded(gate, silu, error, factor, self.tiny * lost + self._of_reference(gate, _size(factor), 1.0))
 
     def slope(self, dy: Tensor, gate: Tensor, up: Tensor | None) -> Tensor:
-        """For dy·up·silu'(gate): silu' has a root, so the error is relative to the sizes of its terms."""
+        """The bound of dy·up·silu'(gate). silu' has a root, so the error is relative to the sizes of its terms."""
         sigma, slope = reference.sigmoid(gate), reference.silu_slope(gate)
         terms = sigma + gate.abs().clamp_max(1e300) * sigma * reference.sigmoid(-gate)  # σ at infinite gates
         error = self._relative(self.used.slope, gate) * terms
@@ -101,8 +103,10 @@ class Bounds:
         return self._rounded(gate, dy * slope, error * dy.abs(), up, lost)
 
     def _of_reference(self, gate: Tensor, first: Tensor | float, second: Tensor | float) -> Tensor | float:
-        """What the reference itself, in float64, loses where its σ is subnormal: η·(2 + |gate|) of silu and of silu',
-        times both factors. Neither factor is multiplied by η alone, which would round it."""
+        """The error of the reference itself, in float64, where its σ is subnormal: η·(2 + |gate|)·first·second.
+
+        Neither factor is multiplied by η alone, because that would round the factor.
+        """
         if self.dtype != torch.float64:
             return 0.0
         half = self.tiny**0.5
@@ -110,9 +114,9 @@ class Bounds:
         return torch.where(gate < -708, product, 0.0)
 
     def _lost(self, dy: Tensor, up: Tensor | float, gate: Tensor, least: Tensor, terms: Tensor) -> Tensor:
-        """Numbers η that products of a slope lose by underflow: what is lost by one is multiplied by the other.
+        """The number of η that the products of a slope lose by underflow. The loss of one is multiplied by the other.
 
-        `least` is below everything that a factor is multiplied by on the way.
+        `least` is a lower bound of every number by which a factor is multiplied.
         """
         if self.dtype == torch.float64:  # as above
             return 2 + 4 * dy + 4 * up
@@ -128,9 +132,9 @@ class Bounds:
         return torch.where(gate < self.used.lowest, 1.0, errors)
 
     def _rounded(self, gate: Tensor, value: Tensor, error: Tensor, factor: Tensor | None, lost: Tensor) -> Tensor:
-        """The error of value·factor, or of the value alone, with the roundings to the storage type.
+        """The error of value·factor, or of the value alone, including the roundings to the storage type.
 
-        torch rounds float64 to 16 bits by way of float32.
+        Torch rounds float64 to 16-bit types through float32.
         """
         if factor is not None and self.used.rounds_between:
             error = error + spacing(value.abs() + error, self.dtype) / 2
@@ -146,7 +150,7 @@ def _size(factor: Tensor | None) -> Tensor | float:
 
 
 def in_words(used: Arithmetic, dtype: torch.dtype, kind: str, has_up: bool) -> str:
-    """The bound of an output of a kind: "y", "dgate" or "dup"."""
+    """The bound of an output in words. `kind` is "y", "dgate" or "dup"."""
     x = "gate" if has_up else "x"
     value, factor = {"y": (f"silu({x})", "up"), "dup": (f"silu({x})", "dy"), "dgate": (f"dy·silu'({x})", "up")}[kind]
     has_factor = has_up or kind == "dup"

@@ -15,12 +15,12 @@ ROUND = {  # these methods cost half of Tensor.to
     torch.bfloat16: Tensor.bfloat16,
     torch.float16: Tensor.half,
 }
-"""What rounds a tensor to a dtype."""
+"""The methods that round a tensor to a dtype."""
 _BOUND = 2048.0  # past it silu is its asymptote in every type; infinities would give 0·∞
 
 
 def forward(gate: Tensor, up: Tensor | None, y: Tensor | None) -> Tensor:
-    """silu(gate)·up, or silu(gate) without an up; into y where one is given, else laid out like gate."""
+    """silu(gate)·up, or silu(gate) without an up; in y, or if that is None, in new memory with the layout of gate."""
     if gate.dtype == torch.float64:
         value, _, d = _parts(gate)
         wide = value.mul_(d if up is None else up * d)
@@ -32,9 +32,9 @@ def forward(gate: Tensor, up: Tensor | None, y: Tensor | None) -> Tensor:
 
 
 def backward(dy: Tensor, gate: Tensor, up: Tensor | None, dgate: Tensor | None, dup: Tensor | None) -> None:
-    """dgate = dy·up·silu'(gate) and dup = dy·silu(gate), each where a tensor is given for it.
+    """Computes dgate = dy·up·silu'(gate) and dup = dy·silu(gate), each unless its tensor is None.
 
-    Reads everything before it writes, so the outputs may be the inputs.
+    It reads everything before it writes, so the outputs may be the inputs.
     """
     if gate.dtype == torch.float64:
         value, slope, d = _parts(gate)

@@ -1,8 +1,8 @@
 """The activations by torch's own functions, in float32 arithmetic, on the CPU.
 
-torch computes silu(x) as x / (1 + e^−x) and σ(x) as 1 / (1 + e^−x). Both are right for finite x that are not far below
-0: for x below LOWEST e^−x overflows sooner or later, and the result is 0. Nothing looks for such x, which would take
-another pass over memory; what a plan states says where they begin.
+Torch computes silu(x) as x / (1 + e^−x) and σ(x) as 1 / (1 + e^−x). Both are right for finite x that are not far below
+0. For x below LOWEST, e^−x overflows sooner or later, and the result is 0. A search for such x would take another pass
+over memory, so there is none, and the plan's statements say where such x begin.
 """
 
 from collections.abc import Callable
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 LOWEST = -87.0
-"""From here on 1 + e^−x and its quotients are normal numbers of float32."""
+"""For x from here on, 1 + e^−x and its quotients are normal numbers of float32."""
 
-_silu: Any = torch._C._nn.silu  # what F.silu calls
+_silu: Any = torch._C._nn.silu  # F.silu calls this function
 _silu_backward: Any = torch.ops.aten.silu_backward.grad_input
 
 
 def forward(gate: Tensor, up: Tensor | None, y: Tensor | None) -> Tensor:
-    """silu(gate)·up, or silu(gate) without an up; into y, or without one into new memory laid out like gate."""
+    """silu(gate)·up, or silu(gate) without an up; in y, or if that is None, in new memory with the layout of gate."""
     if y is None:
         value = _silu(gate)
         return value if up is None else torch.mul(value, up, out=_beside(value))
@@ -28,25 +28,26 @@ def forward(gate: Tensor, up: Tensor | None, y: Tensor | None) -> Tensor:
 
 
 def _beside(product: Tensor) -> Tensor:
-    """Memory for a factor of a product: that of the product, but torch takes a third longer for bfloat16 in place."""
+    """Memory for a factor of a product. It is that of the product, except for bfloat16, in which torch takes a third
+    longer in place."""
     return torch.empty_like(product) if product.dtype == torch.bfloat16 else product
 
 
 Gradients = Callable[..., None]
-"""Computes dgate and dup, each where a tensor is given for it: `(dy, gate, up, dgate, dup)`."""
+"""Computes dgate and dup from `(dy, gate, up, dgate, dup)`, each unless its tensor is None."""
 
 
 def backward(
     dy: Tensor, gate: Tensor, up: Tensor | None, dgate: Tensor | None, dup: Tensor | None,
     differentiate: Gradients | None = None,
 ) -> None:  # fmt: skip
-    """dgate = dy·up·silu'(gate) and dup = dy·silu(gate), or what another function differentiates.
+    """Computes dgate = dy·up·silu'(gate) and dup = dy·silu(gate), or the results of another `differentiate`.
 
-    The outputs may be the inputs, and get the bits that others would: torch computes the last few elements of a loop in
-    other instructions than the rest, and here the inputs alone decide how its loops run.
+    The outputs may be the inputs, and this does not change their bits. Torch computes the last few elements of a loop
+    with other instructions than the rest, so here only the layout of the inputs decides how its loops run.
     """
     differentiate = differentiate or _differentiate
-    reuses_gate = dgate is not None and dgate.data_ptr() == gate.data_ptr()  # else an output's memory is its own
+    reuses_gate = dgate is not None and dgate.data_ptr() == gate.data_ptr()  # otherwise dgate has its own memory
     reuses = reuses_gate or (dup is not None and up is not None and dup.data_ptr() == up.data_ptr())
     if not reuses and _are_contiguous(dy, gate, up, dgate, dup):
         differentiate(dy, gate, up, dgate, dup)
@@ -69,7 +70,7 @@ def backward(
 
 
 def _differentiate(dy: Tensor, gate: Tensor, up: Tensor | None, dgate: Tensor | None, dup: Tensor | None) -> None:
-    """`backward`, into memory that is no input's."""
+    """`backward` for outputs that share no memory with the inputs."""
     if dup is not None:
         torch.mul(_silu(gate, out=_beside(dup)), dy, out=dup)
     if dgate is not None:
@@ -80,21 +81,23 @@ def _differentiate(dy: Tensor, gate: Tensor, up: Tensor | None, dgate: Tensor | 
 
 
 def _has_rows(x: Tensor) -> bool:
-    """Whether rows of adjacent elements follow each other, of a length that leaves torch's vector loops no remainder:
-    bits are then those of contiguous memory."""
+    """Whether a tensor has rows of adjacent elements whose length leaves torch's vector loops no remainder.
+
+    Then the bits are those for contiguous memory.
+    """
     in_order = x.dim() > 1 and x.stride(-1) == 1 and all(x.stride(i) >= x.stride(i + 1) for i in range(x.dim() - 1))
     return in_order and x.shape[-1] % 64 == 0
 
 
 def _are_contiguous(*tensors: Tensor | None) -> bool:
-    for x in tensors:  # noqa: SIM110  (a generator costs as much as all the rest)
+    for x in tensors:  # noqa: SIM110  (a generator costs as much as the whole loop)
         if x is not None and not x.is_contiguous():
             return False
     return True
 
 
 def _lie_alike(first: Tensor, *others: Tensor | None) -> bool:
-    """Whether the tensors fill their memory in one order, which makes torch's loops over them one loop."""
+    """Whether the tensors fill their memory in the same order, so that torch runs a single loop over them."""
     if _are_contiguous(first, *others):
         return True
     alike = all(x is None or x.stride() == first.stride() for x in others)

@@ -23,7 +23,7 @@ _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
 
 
 def describe(tensors: tuple[Tensor, ...], like: tuple[Tensor, ...]) -> Facts:
-    """The facts of a problem: of its tensors, and of results that are laid out like some of them."""
+    """The facts of a problem with these tensors and with results that have the layout of `like`."""
     for tensor in tensors:
         if not tensor.is_contiguous():
             results = [torch.empty_like(x, device="meta") for x in like]
@@ -44,9 +44,9 @@ def layout_of(tensors: list[Tensor]) -> str:
 
 
 def packed_layout_of(tensors: list[Tensor], packed: list[Tensor], order: str) -> str:
-    """As `layout_of`, and "pairs" when gate and up alternate along rows of adjacent elements.
+    """The layout as in `layout_of`, or "pairs" when gate and up alternate along rows of adjacent elements.
 
-    `tensors` have the output's shape; `packed` hold gate and up, the output of a backward last.
+    `tensors` have the output's shape. `packed` tensors contain gate and up; the output of a backward is the last one.
     """
     if order != "interleaved":
         return layout_of([*tensors, *(half for tensor in packed for half in unpack(tensor, order))])
@@ -71,7 +71,7 @@ def reuse(
 
 
 def arithmetic(device: torch.device) -> str:
-    """Whose exponentials and quotients a plan on kernels uses: a key of `bounds.ULP`."""
+    """The arithmetic of a plan on kernels, by whose exponentials and quotients it uses: a key of `bounds.ULP`."""
     return "nvidia" if device.type == "cuda" and torch.version.hip is None else "portable"
 
 
@@ -97,14 +97,15 @@ DOMAIN_IN_FLOAT32 = (
 
 
 class Function(NamedTuple):
-    """What an activation computes of its gate: in kernels, in plain PyTorch, and how far that may be off.
+    """The function that an activation computes of its gate: in kernels, in plain PyTorch, and with which errors.
 
     Attributes:
-        is_sigmoid: whether kernels compute σ in the place of silu.
+        is_sigmoid: whether kernels compute σ in place of silu.
         eager, in_float32: modules with its `forward` and `backward` in plain PyTorch.
-        costs: what an arithmetic, by its name in `bounds`, costs for a storage type.
-        errors: the statement for each output of a direction, from the arithmetic, the storage type and the options.
-        domain, special_values, and those of `in_float32`: what a guarantee says.
+        costs: gives the errors of an arithmetic, by its name in `bounds`, for a storage type.
+        errors: gives the error statement for each output of a direction, from the arithmetic, the storage type and the
+            options.
+        domain, special_values, and those of `in_float32`: the words of a guarantee.
     """
 
     is_sigmoid: bool
@@ -119,14 +120,14 @@ class Function(NamedTuple):
 
 
 class Activation(NamedTuple):
-    """One direction of an activation, as kernels, plain PyTorch and bounds see it alike.
+    """One direction of an activation, in a form that serves kernels, plain PyTorch and bounds.
 
     Attributes:
-        views: its tensors, from the arguments and outputs of the operator: of a forward gate, up and y; of a backward
-            dy, gate, up, dgate, dup and need. Without an up, up and dup are None.
-        function: what is computed of the gate.
+        views: gives its tensors from the arguments and outputs of the operator: for a forward gate, up and y, and for a
+            backward dy, gate, up, dgate, dup and need. Without an up, up and dup are None.
+        function: the function of the gate.
         has_up: whether there is an up.
-        packed: whether one tensor holds gate and up.
+        packed: whether one tensor contains gate and up.
     """
 
     is_forward: bool
@@ -137,7 +138,7 @@ class Activation(NamedTuple):
 
 
 def _errors(of: Activation, used: str, dtype: torch.dtype, options: tuple[Any, ...]) -> dict[str, ErrorStatement]:
-    """The statement for each output. silu of a 16-bit number is the one whose inputs can all be tried."""
+    """The error statement for each output. Only for silu of a 16-bit number can all inputs be tried."""
     costs = bounds.arithmetic(used, dtype)
     bound = bounds.Bounds(costs, dtype)
 
@@ -174,7 +175,7 @@ SILU_FUNCTION = Function(
 
 
 def guarantee(of: Activation, used: str, problem: Problem) -> dict[str, Guarantee]:
-    """What each output of an operator promises in an arithmetic that `bounds.arithmetic` knows."""
+    """The promises of each output of an operator in an arithmetic, by its name in `bounds.arithmetic`."""
     (dtype,) = problem.dtypes
     function, costs = of.function, of.function.costs(used, dtype)
     domain, special_values = function.domain, function.special_values
@@ -196,7 +197,7 @@ def guarantee(of: Activation, used: str, problem: Problem) -> dict[str, Guarante
 
 
 NEED_GATE, NEED_UP = 1, 2
-"""Bits of the gradients a backward computes."""
+"""The bits of the gradients in the mask of a backward."""
 
 _BOTH = NEED_GATE | NEED_UP
 
@@ -227,10 +228,10 @@ def candidates(of: Activation) -> tuple[Candidate, ...]:
         return {"order": problem.options[0]} if of.packed else {}
 
     def in_torch(module: Any) -> Run:
-        """By the functions of a module."""
+        """Computes with the functions of a module."""
 
         def forward(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...] | None, _: Any) -> Any:
-            """A contiguous result is rounded into its memory by the library itself."""
+            """Computes y. The library itself rounds a contiguous result into its memory."""
             gate, up, _ = of.views(arguments, outputs or (arguments[0],))
             if outputs is None and not gate.is_contiguous():
                 outputs = plan.allocate(arguments)
@@ -259,7 +260,7 @@ def candidates(of: Activation) -> tuple[Candidate, ...]:
 
 
 def _refuse_float32(problem: Problem) -> str:
-    """What it states is how torch computes on the CPU."""
+    """Why the plan in float32 cannot serve a problem: its statements are about torch on the CPU."""
     if problem.device.type != "cpu":
         return "computes as torch does on the CPU"
     return "computes in float32, these are float64" if problem.dtypes[0] == torch.float64 else ""

@@ -10,7 +10,7 @@ from adjoint.contract.cases import Case, Subject, Workload, normal
 from adjoint.core.problem import short
 
 Layout = Callable[[Callable[..., Tensor]], Tensor]
-"""Makes one tensor out of `fill(*shape)`, which gives random values, contiguous."""
+"""Makes one tensor from `fill(*shape)`, which gives contiguous random values."""
 
 LAYOUTS: dict[str, Layout] = {
     "contiguous": lambda fill: fill(6, 70),
@@ -47,7 +47,7 @@ PACKED_LAYOUTS: dict[str, Layout] = {
 
 
 def random_values(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Callable[..., Tensor]:
-    """Random values whose sizes span what a model sees and far beyond: normal, times 1, 8 or 50."""
+    """Random values in the range of a model and far beyond it: normal values, times 1, 8 or 50."""
 
     def fill(*shape: int) -> Tensor:
         scale = torch.tensor([1.0, 8.0, 50.0])[torch.randint(3, shape, generator=generator)]
@@ -71,31 +71,32 @@ def mixed_strides(*where: Any) -> tuple[Tensor, ...]:
 
 
 def huge_up(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> tuple[Tensor, ...]:
-    """Gates far into underflow, each with the largest up the domain of the stated error allows."""
+    """Gates far into underflow, each with the largest up in the domain of the stated error."""
     gate = torch.linspace(-500, 5, 1011, dtype=torch.float64).to(dtype).to(device)
     return gate, torch.full_like(gate, min(torch.finfo(dtype).max, 2.0**98))
 
 
 def every_value(dtype: torch.dtype) -> Tensor:
-    """Every bit pattern of a 16-bit type, NaNs and infinities included."""
+    """Every bit pattern of a 16-bit type, including NaNs and infinities."""
     return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
 
 
 def spread(dtype: torch.dtype) -> list[float]:
-    """Factors the exhaustive cases meet: signs, zero, and the ends of the stated domain."""
+    """The factors of the exhaustive cases: signs, zero, and the ends of the stated domain."""
     small, large = (2.0**-24, 65504.0) if dtype == torch.float16 else (2.0**-60, 2.0**88)
     return [1.0, -1.0, 0.0, 0.7, -3.14, 1e-3, 1e3, small, -large]
 
 
 ROOT = -1.2784645427610738
-"""Where silu' is 0: the slope's relative error is largest beside it."""
+"""The root of silu'. The relative error of the slope is largest near it."""
 
 
 def around_root(dtype: torch.dtype, gates: int, others: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The values nearest the root of silu', each with every significand of one factor and some of another.
+    """The values nearest to the root of silu', each with every significand of one factor and some of another.
 
-    Scaled by 2^10, so that the products are normal numbers, whose units in the last place are finest.
-    Pairs matter: the largest error is that of a product just below a power of two, rounded just above.
+    Factors are scaled by 2^10, so that the products are normal numbers, whose units in the last place are finest.
+    Pairs of factors matter, because the largest error is that of a product just below a power of two that is rounded to
+    just above it.
     """
     values = every_value(dtype)
     values = values[values.isfinite()]
@@ -108,9 +109,10 @@ def around_root(dtype: torch.dtype, gates: int, others: int) -> tuple[Tensor, Te
 
 
 def exhaustive(arrange: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> Callable[[torch.dtype], Iterator[Case]]:
-    """For each factor, a case with every gate; the upstream gradient goes through the spread at another pace.
+    """For each factor, a case with every gate, in which the upstream gradient goes through the same factors at another
+    pace.
 
-    Then, where rounding errors weigh most, every significand of the factor, and of the upstream.
+    Then, for gates where rounding errors weigh most, every significand of the factor and of the upstream gradient.
     """
 
     def case(name: str, gate: Tensor, factor: Tensor, dy: Tensor) -> Case:
@@ -140,14 +142,15 @@ WORKLOAD_SHAPES = ((32768, 2048), (16384, 12288), (32768, 5120))
 CPU_WORKLOADS: tuple[dict[str, Any], ...] = tuple(
     {"shape": (1024, 4096), "dtype": d, "devices": ("cpu",)} for d in (torch.float32, torch.bfloat16)
 )
-"""What fits a CPU's cache."""
+"""A workload that fits a CPU's cache."""
 
 
 def workload(
     subject: Subject, shape: tuple[int, int], baseline: Callable[..., Tensor], dtype: torch.dtype = torch.bfloat16,
     **more: Any,
 ) -> Workload:  # fmt: skip
-    """A forward reads gate and up and writes y; a backward reads dy and both, and writes as many gradients."""
+    """A workload whose forward reads gate and up and writes y, and whose backward reads dy, gate and up and writes the
+    gradients."""
     (rows, columns), is_packed = shape, "order" in subject.keywords
     tensors, one = 2 if is_packed else len(subject.inputs), dtype.itemsize * rows * columns
     make = normal((rows, 2 * columns)) if is_packed else normal(*(shape,) * tensors)
@@ -157,7 +160,7 @@ def workload(
 
 
 def built_tensors(count: int) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors for calls that are built and not run: of every dtype, as rows and strided."""
+    """Tensors for calls that are built but not run, in every dtype, as rows and strided."""
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         tensor = torch.empty(64, 64, dtype=dtype, device="meta")
         yield from ((x,) * count for x in (tensor, tensor[:, ::2]))

@@ -9,16 +9,16 @@ from adjoint.core.arguments import as_int, require_float32_or_like, require_floa
 from adjoint.core.errors import ArgumentError, register_fault
 
 MAX_WIDTH = 8
-"""The most taps of a convolution: a tile's rows and as many before and after them stay in registers."""
+"""The most taps of a convolution. A tile's rows, and as many rows before and after them, stay in registers."""
 
 MAX_PARTS = 4
-"""Parts that `split` may give, at most: an operator for each number of them."""
+"""The most parts that `split` may give. There is an operator for each number of parts."""
 
 MAX_STEP_TOKENS = 16
-"""Tokens of a row that a step takes."""
+"""The most tokens of a row that a step takes."""
 
 NEED_X, NEED_WEIGHT, NEED_BIAS, NEED_STATE = (1 << bit for bit in range(4))
-"""Bits of the gradients that a backward computes."""
+"""The bits of the gradients in the mask of a backward."""
 
 
 def is_silu(op: str, activation: str | None) -> bool:
@@ -28,7 +28,8 @@ def is_silu(op: str, activation: str | None) -> bool:
 
 
 def require_convolution(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """x [B, T, C], weight [C, W] with 1 to 8 taps, bias [C]; weight and bias of the dtype of x, or float32."""
+    """Requires x [B, T, C], weight [C, W] with 1 to 8 taps, and bias [C]; weight and bias in the dtype of x or in
+    float32."""
     require_floating(op, "x", x)
     if x.dim() != 3:
         raise ArgumentError(f"{op}: x must have the axes [batch, time, channels], got shape {tuple(x.shape)}")
@@ -55,13 +56,13 @@ def _require_parameter(op: str, name: str, value: Tensor, x: Tensor) -> None:
 
 
 def require_state(op: str, name: str, state: Tensor, number: int, x: Tensor, weight: Tensor) -> None:
-    """[number, C, W − 1] of the dtype of x: a state is a copy of tokens."""
+    """Requires states [number, C, W − 1] in the dtype of x, because a state is a copy of tokens."""
     require_floating(op, name, state)
     require_like(op, name, state, "x", x, (number, x.shape[2], weight.shape[1] - 1))
 
 
 def parts_of(op: str, split: Any, channels: int) -> tuple[int, ...]:
-    """The channels of each part: what the caller asks for, checked."""
+    """The channels of each part, from the caller's `split`, which is checked."""
     if not isinstance(split, tuple | list | torch.Size):
         raise ArgumentError(f"{op}: split must be a tuple with the channels of each part, got {type(split).__name__}")
     parts = tuple(map(as_int, split))

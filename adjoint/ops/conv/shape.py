@@ -25,7 +25,7 @@ STATES = frozenset(("dfinal_state", "dnew_state"))
 
 
 def _adjacent(x: Tensor) -> str:
-    """Which axis of [batch, time, channels] is adjacent in memory; empty where neither is, and kernels read a copy."""
+    """Whether channels or time are adjacent in memory. Empty if neither is; then kernels read a copy."""
     _, time, channel = x.stride()
     if channel == 1 or x.shape[2] == 1:
         return "channels"
@@ -36,13 +36,13 @@ def describe(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, numbers: Tensor | None, sequences: int,
     upstream: Mapping[str, Tensor | None] | None = None, part_count: int = 1,
 ) -> Facts:  # fmt: skip
-    """The facts of a problem: how x lies, what there is, what is copied, and what is absent of the upstream gradients.
+    """The facts of a problem: the layout of x, the tensors that are present or copied, and absent upstream gradients.
 
     Args:
         numbers: the bounds of packed sequences, or the states' indices.
-        sequences: how many there are; of a pool, its states.
-        upstream: gradients of the parts of y, which are read with their channels adjacent, and of the final states.
-        part_count: how many parts y has.
+        sequences: the number of sequences; for a pool, the number of its states.
+        upstream: the gradients of the parts of y, which are read with adjacent channels, and of the final states.
+        part_count: the number of parts of y.
     """
     adjacent = _adjacent(x)
     words = [adjacent or "channels"]
@@ -64,12 +64,12 @@ def describe(
 
 @dataclass(frozen=True)
 class Shape:
-    """What a problem's facts say.
+    """The facts of a problem by name.
 
     Attributes:
-        sequences: how many there are; of a pool, its states.
+        sequences: the number of sequences; for a pool, the number of its states.
         parts: the channels of each part of y.
-        absent: upstream gradients that there are not, by name.
+        absent: the names of absent upstream gradients.
     """
 
     element: torch.dtype
@@ -164,7 +164,7 @@ class Shape:
     # ------------------------------------------------------------------------------------ tiles of channels
 
     def channel_block(self, channels: int) -> int:
-        """The channels of a tile: as many as the schedule says, or fewer where no part has so many."""
+        """The channels of a tile: as many as the schedule says, or fewer if no part has so many."""
         return max(16, min(channels, 1 << max(0, max(self.parts) - 1).bit_length()))
 
     def fills(self, block: int) -> bool:
@@ -179,20 +179,20 @@ class Shape:
 
     @staticmethod
     def warps(block: int, warps: int) -> int:
-        """As many as the schedule says, or fewer where a tile is small."""
+        """The number of warps: as many as the schedule says, or fewer if a tile is small."""
         return max(1, min(warps, block // 32))
 
     # ----------------------------------------------------------------------------------------------- memory
 
     def add_copies(self, setup: Setup) -> None:
-        """Room for copies of what kernels cannot read where it lies."""
+        """Adds room for copies of the tensors that kernels cannot read in place."""
         sizes = dict(zip(self.part_names("dy"), self.parts, strict=True)) | {"x": self.channels}
         setup.copies(**{name: (self.element, self.tokens * sizes[name]) for name in self.copied})
 
     def strides(self, x: Tensor) -> tuple[int, int, int]:
-        """Where a token lies: the distance of rows, of tokens (of channels, where time is adjacent), and the run.
+        """The strides of rows and of tokens (of channels, if time is adjacent), and the length of a run of tokens.
 
-        Token n lies at (n // run)·row + (n % run)·token. Where all tokens are evenly spaced, they are one run.
+        Token n lies at (n // run)·row + (n % run)·token. If all tokens are evenly spaced, they are one run.
         """
         row, token, channel = x.stride()
         if self.is_time_adjacent:
@@ -204,7 +204,7 @@ class Shape:
         return row, step, self.time
 
     def upstream_strides(self, dy: Tensor) -> tuple[int, int, int]:
-        """The same of a gradient of y, whose channels are adjacent."""
+        """The same for a gradient of y, whose channels are adjacent."""
         row, token, _ = dy.stride()
         token = 0 if self.time == 1 else token
         if self.batch == 1 or (row == self.time * token and self.time > 1):
@@ -212,17 +212,17 @@ class Shape:
         return row, token, self.time
 
     def aligned_run(self, run: int) -> int:
-        """The run, where it decides whether blocks are aligned, or else a multiple of 16."""
+        """The run if it decides whether blocks are aligned, else a multiple of 16."""
         return run if self.is_time_adjacent else NEVER
 
     def is_aligned(self, tensors: Iterable[Tensor | None], strides: Iterable[int], run: int) -> bool:
-        """Whether all that kernels read or write by blocks begins at multiples of 16 bytes, or of 16 elements."""
+        """Whether all blocks that kernels read or write begin at multiples of 16 bytes, or of 16 elements."""
         if any(step % 16 for step in (*strides, self.aligned_run(run), *self.begins)):
             return False
         return is_aligned(*tensors)
 
     def constants(self, nvidia: bool) -> dict[str, Any]:
-        """The facts that kernels of both directions are compiled for."""
+        """The facts for which kernels of both directions are compiled."""
         return {
             "WIDTH": self.width, "HAS_BIAS": self.has_bias, "HAS_STATE": self.has_state, "SILU": self.is_silu,
             "NARROW": self.element.itemsize == 2, "NATIVE": nvidia, "DOUBLE": self.computed == torch.float64,
@@ -235,6 +235,6 @@ def part_names(count: int, prefix: str) -> tuple[str, ...]:
 
 
 def named_strides(name: str, tensor: Tensor | None, *axes: str) -> dict[str, int]:
-    """The strides of a tensor by the names that kernels give them; 0 where there is none."""
+    """The strides of a tensor by their names in kernels; 0 if there is no tensor."""
     strides = (0,) * len(axes) if tensor is None else tensor.stride()
     return {f"{name}_{axis}": step for axis, step in zip(axes, strides, strict=True)}

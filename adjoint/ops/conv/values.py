@@ -20,7 +20,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "shifted by one": lambda x: torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape),
     "expanded": lambda x: x[:1].expand(x.shape),
 }
-"""How x lies."""
+"""The layouts of x."""
 
 
 def inputs(
@@ -47,7 +47,7 @@ def inputs(
 
 
 def rebatched(values: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch]:
-    """Rows of a batch alone, or the last of packed sequences, at the beginning of a row."""
+    """Other batches: rows of a batch alone, or the last packed sequences at the beginning of a row."""
     cu_seqlens = values[-1]
     if cu_seqlens is None:
         yield from batching.rebatched(values, upstream, 0, [True, False, False, True, False])
@@ -59,7 +59,7 @@ def rebatched(values: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch]
     packed = cu_seqlens[first:] - token
 
     def part(tensor: Tensor) -> Tensor:
-        """Of what has tokens, those of the last sequences, and of states theirs."""
+        """The tokens of the last sequences in a tensor of tokens, or the states of the last sequences."""
         return tensor[:, token:] if tensor.shape[0] == 1 and tensor.shape[1] == x.shape[1] else tensor[first:]
 
     def pairs(whole: Answers, alone: Answers) -> Iterator[tuple[Tensor, Tensor]]:
@@ -70,7 +70,7 @@ def rebatched(values: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch]
 
 
 def pieces(arguments: Inputs, outputs: tuple[Tensor, ...]) -> Iterator[tuple[Inputs, tuple[Tensor, ...]]]:
-    """Pieces of channels, each of which is a problem of its own; what has three axes has tokens, as in workloads."""
+    """Pieces of channels, each of which is a problem of its own. Tensors with three axes have tokens."""
     channels = outputs[0].shape[2]
     largest = max(t.numel() for t in (*arguments, *outputs) if t is not None)
     step = max(1, PIECE * channels // max(1, largest))
@@ -85,5 +85,5 @@ def pieces(arguments: Inputs, outputs: tuple[Tensor, ...]) -> Iterator[tuple[Inp
 
 
 def present(gradients: reference.Gradients, *values: Tensor | None) -> tuple[Tensor, ...]:
-    """The gradients of those among x, weight, bias and state that there are."""
+    """The gradients of those of x, weight, bias and state that are present."""
     return tuple(gradient for gradient, value in zip(gradients, values, strict=True) if value is not None)

@@ -5,14 +5,14 @@ from adjoint.device import grouping
 
 TILE_BITS = 5
 TILE = 1 << TILE_BITS
-"""Tokens of a tile, and tiles of a tile of the next level: part of every sum's bits."""
+"""The number of tokens in a tile, and of tiles in a tile of the next level. It is part of every sum's bits."""
 
 SEQUENTIAL = 2**30
-"""The tile of the plans that have none: longer than any group."""
+"""The tile of the plans without tiles: longer than any group."""
 
 
 def tile_in_words(tile: int) -> int | str:
-    """As a SKU has it."""
+    """The tile in a SKU."""
     return "none" if tile == SEQUENTIAL else tile
 
 

@@ -20,7 +20,7 @@ OFFSETS_OUT_OF_ORDER = register_fault(
 
 
 def check_table(op: str, ids: Tensor, weight: Tensor) -> None:
-    """ids are integers, weight a floating matrix, both on one device."""
+    """Requires integer ids and a floating matrix as weight, both on one device."""
     require_floating(op, "weight", weight)
     if weight.dim() != 2:
         raise ArgumentError(f"{op}: weight must have two axes, rows and columns, got shape {tuple(weight.shape)}")
@@ -28,7 +28,7 @@ def check_table(op: str, ids: Tensor, weight: Tensor) -> None:
 
 
 def padding_row(op: str, padding_idx: int | None, rows: int) -> int:
-    """padding_idx counted from the beginning; −1 for none."""
+    """padding_idx, counted from the beginning; −1 if there is none."""
     if padding_idx is None:
         return -1
     if isinstance(padding_idx, bool) or not isinstance(padding_idx, int):

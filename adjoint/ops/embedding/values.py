@@ -6,7 +6,7 @@ from torch import Tensor
 from adjoint.contract.lookups import on_device
 
 ROWS, COLUMNS = 6, 4
-"""Of the table in bad calls."""
+"""The sizes of the table in bad calls."""
 
 
 def zero_table(device: torch.device | str, *shape: int) -> Tensor:
@@ -18,23 +18,23 @@ def few_ids(device: torch.device | str, *values: int) -> Tensor:
 
 
 def hot_ids(generator: torch.Generator, rows: int, count: int, hot: int) -> Tensor:
-    """Random ids, `hot` of which are one row, in random order."""
+    """Random ids in random order; `hot` of them are the same row."""
     ids = torch.randint(rows, (count,), generator=generator)
     ids[torch.randperm(count, generator=generator)[:hot]] = rows // 2
     return ids
 
 
 def bytes_looked_up(ids: Tensor, weight: Tensor, results: int) -> int:
-    """The fewest bytes a forward must move: each row that occurs is read once, and so many rows of results written."""
+    """The fewest bytes that a forward must move: it reads each row that occurs once, and writes `results` rows."""
     return (len(ids.unique()) + results) * weight.shape[1] * weight.element_size()
 
 
 def device_lookup(
     kind: str, rows: int, columns: int, count: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Ids, and a table of normal values made on the device.
+    """Ids, and a table of normal values that are drawn on the device.
 
-    Ids are uniform, zipf (rows in random order of frequency), or half or all of them are one row.
+    The ids are uniform, zipf (with the rows in random order of frequency), or half or all of them are one row.
     """
     names = torch.randperm(rows, generator=generator)
     if kind == "zipf":

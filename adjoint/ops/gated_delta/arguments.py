@@ -10,23 +10,23 @@ from adjoint.core.problem import short, wide_dtype
 Shape = tuple[int, ...]
 
 MAX_HEAD_SIZE = 256
-"""The largest K and V: a state of 256 × 256 is what kernels can hold in a processor's registers, split over V."""
+"""The largest K and V. Kernels can keep a state of 256 × 256 in a processor's registers if it is split over V."""
 
 MAX_CHUNK = 64
 """The largest chunk of the stages."""
 
 EPSILON = 1e-6
-"""Keeps the norm of q and k away from 0."""
+"""The number that keeps the norm of q and k away from 0."""
 
 RESET = {torch.float32: -104.0, torch.float64: -746.0}
-"""By the type of the arithmetic, a log decay g whose e^g is 0 there.
+"""A log decay g for which e^g is 0, by the type of the arithmetic.
 
-A lower g, down to −inf, resets the state just as well. But a running sum of such numbers has no digits left for the
-tokens after them, or is −inf: sums take RESET in their place.
+A lower g, down to −inf, resets the state as well. But a running sum of such numbers has no digits left for the tokens
+after them, or is −inf. So sums take RESET in place of lower numbers.
 """
 
 NEED_Q, NEED_K, NEED_V, NEED_G, NEED_BETA, NEED_STATE = (1 << bit for bit in range(6))
-"""Bits of the gradients a backward computes."""
+"""The bits of the gradients in the mask of a backward."""
 
 
 def require_shape(op: str, name: str, value: Tensor, shape: Shape, meaning: str) -> None:
@@ -40,7 +40,7 @@ def require_device(op: str, name: str, value: Tensor, like_name: str, like: Tens
 
 
 def require_same(op: str, name: str, value: Tensor, like_name: str, like: Tensor) -> None:
-    """A floating tensor of the dtype and device of another."""
+    """Requires a floating tensor with the dtype and device of another tensor."""
     require_floating(op, name, value)
     if value.dtype != like.dtype:
         raise ArgumentError(
@@ -50,7 +50,7 @@ def require_same(op: str, name: str, value: Tensor, like_name: str, like: Tensor
 
 
 def require_axes(op: str, name: str, value: Tensor, axes: str) -> None:
-    """A floating tensor with as many axes as the words name."""
+    """Requires a floating tensor with as many axes as the words name."""
     require_floating(op, name, value)
     if value.dim() != len(axes.split(", ")):
         raise ArgumentError(f"{op}: {name} must have the axes [{axes}], got shape {tuple(value.shape)}")
@@ -67,12 +67,12 @@ def require_beside(
     like_name: str = "q",
     tokens: str = "",
 ) -> None:
-    """A floating tensor of a shape and one of some dtypes, on the device of another.
+    """Requires a floating tensor with a shape and one of some dtypes, on the device of another tensor.
 
     Args:
-        axes: what the shape is, in words.
-        like, like_name: the other tensor.
-        tokens: the tensors whose dtype the error names, where it decides which dtypes are right.
+        axes: the shape in words.
+        like, like_name: the other tensor and its name.
+        tokens: the names of the tensors whose dtype decides which dtypes are right; the error names them.
     """
     require_floating(op, name, value)
     require_shape(op, name, value, shape, axes)
@@ -92,7 +92,7 @@ def require_head_size(op: str, name: str, letter: str, size: int) -> None:
 
 
 def require_heads(op: str, keys: str, k: Tensor, values: str, v: Tensor) -> None:
-    """Sizes of heads below the cap, and value heads in groups; `v` may be gates, which have no size."""
+    """Requires heads up to the largest size, and value heads in groups. `v` may be gates, whose heads have no size."""
     require_head_size(op, keys, "K", k.shape[3])
     if v.dim() == 4:
         require_head_size(op, values, "V", v.shape[3])
@@ -105,7 +105,7 @@ def require_heads(op: str, keys: str, k: Tensor, values: str, v: Tensor) -> None
 
 
 def require_values(op: str, name: str, v: Tensor, like_name: str, like: Tensor) -> None:
-    """[B, T, H, V] with the batch, time, dtype and device of keys."""
+    """Requires values [B, T, H, V] with the batch, time, dtype and device of keys."""
     require_axes(op, name, v, "batch, time, value heads, V")
     if v.shape[:2] != like.shape[:2]:
         raise ArgumentError(
@@ -116,7 +116,7 @@ def require_values(op: str, name: str, v: Tensor, like_name: str, like: Tensor) 
 
 
 def require_queries(op: str, q: Tensor, k: Tensor, v: Tensor, values: str = "v") -> None:
-    """q, k [B, T, Hg, K], v [B, T, H, V] of one dtype, one device; `values` is what the caller calls v."""
+    """Requires q, k [B, T, Hg, K] and v [B, T, H, V] in one dtype on one device. `values` is the caller's name of v."""
     require_axes(op, "q", q, "batch, time, key heads, K")
     require_axes(op, "k", k, "batch, time, key heads, K")
     require_shape(op, "k", k, q.shape, "that of q")
@@ -126,7 +126,8 @@ def require_queries(op: str, q: Tensor, k: Tensor, v: Tensor, values: str = "v")
 
 
 def require_tokens(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
-    """q, k [B, T, Hg, K], v [B, T, H, V] of one dtype, g and beta [B, T, H] of it or in float32; one device."""
+    """Requires q, k [B, T, Hg, K] and v [B, T, H, V] in one dtype, and g and beta [B, T, H] in it or in float32; all on
+    one device."""
     require_queries(op, q, k, v)
     shape, dtypes = v.shape[:3], (torch.float32, q.dtype)
     for name, value in (("g", g), ("beta", beta)):
@@ -136,7 +137,10 @@ def require_tokens(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Te
 def require_states(
     op: str, name: str, value: Tensor, shape: Shape, like: Tensor, like_name: str = "q", tokens: str = "q, k and v"
 ) -> None:
-    """[N, H, K, V] in float32, float64 beside float64; `like_name` and `tokens` are what the caller has beside it."""
+    """Requires states [N, H, K, V] in float32, or in float64 beside float64 tokens.
+
+    `like_name` and `tokens` are the caller's names of the tensors beside them.
+    """
     dtypes = (wide_dtype(like.dtype),)
     require_beside(op, name, value, shape, "[sequences, value heads, K, V]", dtypes, like, like_name, tokens)
 
@@ -159,7 +163,7 @@ def scale_of(op: str, scale: float | None, K: int) -> float:
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
-    """q, k and v in the dtype autocast asks for; gates keep their values, widened where their dtype no longer fits."""
+    """Casts q, k and v to autocast's dtype. Gates keep their values, and are widened if their dtype no longer fits."""
     if not isinstance(q, Tensor) or q.is_meta or not torch.is_autocast_enabled(q.device.type):
         return q, k, v, g, beta
     low = torch.get_autocast_dtype(q.device.type)
@@ -208,19 +212,19 @@ STATE_INDEX_REPEATED = register_fault(
 
 
 _ROUNDING_OF_KEYS = 2.0**-6
-"""What a key of bfloat16 numbers may add to beta·‖k‖² − 1, where that is 1 before it is rounded."""
+"""The most that rounding a key to bfloat16 may add to beta·‖k‖² − 1 if that is 1 before."""
 
 
 def report_values(k: Tensor, g: Tensor, beta: Tensor, normalized: bool, skipped: Tensor | None = None) -> None:
-    """What `adjoint.checked()` asks of the values: gates that are numbers, beta from 0 to 1, and keys that let no state
-    grow.
+    """Reports values that `adjoint.checked()` refuses: gates that are NaN, beta outside of [0, 1], and keys that make a
+    state grow.
 
-    A token multiplies what the state holds along its key with e^g·(1 − β‖k‖²), and nothing else with more than e^g: the
-    state grows where that is below −1, beyond what the rounding of keys explains.
+    A token multiplies the part of the state along its key by e^g·(1 − β‖k‖²), and all other parts by at most e^g. So
+    the state grows if that factor is below −1 by more than the rounding of keys explains.
 
     Args:
-        normalized: whether keys are normalised, and so no longer than 1.
-        skipped: rows of the batch that are not computed, and may hold anything.
+        normalized: whether keys are normalised, so that none is longer than 1.
+        skipped: rows of the batch that are not computed and may have any values.
     """
     kind = wide_dtype(k.dtype)
 

@@ -1,8 +1,9 @@
 """The operations of matrix products of the rule: those of the recurrence, 2·K·V for each product with a state.
 
-Not those of the chunks it is computed by, which have products within a chunk besides: that number would depend on the
-plan, on the size of a chunk and on how sequences are packed. The recurrence gives the same number for a whole sequence,
-for its tokens step by step and for any other implementation: a model's utilisation of a GPU is stated in such numbers.
+They are not the operations of the chunked algorithm, which also has products within a chunk. Their number would depend
+on the plan, on the size of a chunk and on the packing of sequences. The recurrence gives the same number for a whole
+sequence, for its tokens one by one, and for any other implementation. A model's utilisation of a GPU is stated in such
+numbers.
 """
 
 from typing import Any
@@ -13,14 +14,15 @@ from adjoint.ops.gated_delta.arguments import NEED_K, NEED_Q
 
 
 def recurrence(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> int:
-    """Sᵀk, k ⊗ β·(v − Sᵀk) and Sᵀq, for each token and value head."""
+    """The operations of Sᵀk, k ⊗ β·(v − Sᵀk) and Sᵀq, for each token and value head."""
     return 3 * _product(q, v)
 
 
 def recurrence_backward(do: Tensor | None, dstate: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> int:
-    """S do for dq; dSᵀk, k ⊗ de and, where there is a do, q ⊗ do for dS, which all others need; dS e and S de for dk.
+    """The operations of S do for dq, of dS e and S de for dk, and of dS, which all gradients but dq need.
 
-    The states, which the backward computes again, count in the forward alone.
+    dS takes dSᵀk, k ⊗ de and, if there is a do, q ⊗ do. The states, which the backward computes again, count only in
+    the forward.
     """
     need, has_do = rest[-1], do is not None
     products = int(has_do) if need & NEED_Q else 0

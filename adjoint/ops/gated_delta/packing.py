@@ -1,7 +1,7 @@
-"""Where sequences lie, and which of them the eager path takes at a time.
+"""The places of sequences, and the groups of them that the eager path computes at a time.
 
-All sequences are stretches of one flat token axis: the rows of a batch one after the other, or what `cu_seqlens`
-cuts from its only row. Chunks and segments are counted from a sequence's own start.
+All sequences are parts of one flat token axis: the rows of a batch one after the other, or the sequences into which
+`cu_seqlens` cuts its only row. Chunks and segments are counted from the start of their sequence.
 """
 
 from bisect import bisect_left
@@ -18,18 +18,18 @@ from adjoint.device.sequences import wrong_bounds
 from adjoint.ops.gated_delta.arguments import SEQUENCES_OUT_OF_ORDER
 
 CHUNK = 64
-"""Tokens of a chunk, counted from the start of a sequence."""
+"""The number of tokens of a chunk. Chunks are counted from the start of a sequence."""
 
 SEGMENT = 1024
-"""Tokens between the states that a forward keeps for its backward, counted from the start of a sequence."""
+"""The number of tokens between the states that a forward saves for its backward, from the start of a sequence."""
 
 _ROWS = 2**15
-"""Tokens times value heads that are worked on at once: bounds the memory in between, and keeps it warm."""
+"""The most tokens times value heads that are computed at once. It bounds intermediate memory and keeps it in caches."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Sequences of similar length, longest first, and a range of key heads, worked on together.
+    """Sequences of similar length, longest first, and a range of key heads, which are computed together.
 
     Attributes:
         chunk: a power of two, `CHUNK`, or less where every sequence fits into one smaller chunk.
@@ -56,9 +56,10 @@ class Group:
 
     @cached_property
     def spacing(self) -> int | None:
-        """The distance of sequences of one length that follow each other evenly, as the rows of a batch do.
+        """The distance between sequences of one length that follow each other evenly, as the rows of a batch do; else
+        None.
 
-        They are read and written as views then: no table of places goes to the device.
+        Such sequences are read and written as views, so no table of places goes to the device.
         """
         number, length = len(self.sequences), self.longest
         if number == 1:
@@ -75,7 +76,7 @@ class Group:
         return slice(first, first + len(self.sequences))
 
     def saved(self, segment: int, device: torch.device) -> Tensor:
-        """Where the states at the beginning of a segment, not the first, are kept: no two share a place."""
+        """The places of the saved states at the beginning of a segment that is not the first. No two share a place."""
         if self.spacing is None:
             starts = self.starts[: self.active(segment)].to(device)
         else:
@@ -84,18 +85,18 @@ class Group:
 
 
 def saved_states(tokens: int) -> int:
-    """How many states a forward over so many tokens keeps, at most: none before the first segment of a sequence.
+    """The most states that a forward over this many tokens saves. It saves none before the first segment of a sequence.
 
-    A sequence keeps ⌈length / SEGMENT⌉ − 1 of them, from place ⌊start / SEGMENT⌋ on, so they never meet, and one that
-    has all tokens has all places.
+    A sequence saves ⌈length / SEGMENT⌉ − 1 states, from place ⌊start / SEGMENT⌋ on, so sequences never share a place.
+    A single sequence with all tokens has all places.
     """
     return max(tokens - 1, 0) // SEGMENT
 
 
 def bounds(rows: int, time: int, cu_seqlens: Tensor | None, raises: bool) -> tuple[Tensor, Tensor]:
-    """Where each sequence begins on the flat token axis and how long it is, on the CPU; wrong ones are put in order.
+    """The start of each sequence on the flat token axis and its length, on the CPU. Wrong bounds are put in order.
 
-    On an accelerator this waits for `cu_seqlens`: the number of chunks is data.
+    On an accelerator this waits for `cu_seqlens`, because the number of chunks depends on its values.
     """
     if cu_seqlens is None:
         starts = torch.arange(rows) * time
@@ -108,7 +109,7 @@ def bounds(rows: int, time: int, cu_seqlens: Tensor | None, raises: bool) -> tup
 
 
 def groups(starts: Tensor, lengths: Tensor, key_heads: int, value_heads: int) -> Iterator[Group]:
-    """All sequences but the empty ones, in groups whose intermediate results have a bounded size."""
+    """Divides all sequences that are not empty into groups whose intermediate results have a bounded size."""
     if key_heads == 0:
         return
     lengths, order = lengths.sort(descending=True, stable=True)
@@ -153,8 +154,8 @@ class Tokens:
             self.inside, self.places = by_step(inside), by_step(places)
 
     def _parts(self, x: Tensor, chunks: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Views of `[tokens, heads, ...]` and of `[steps, sequences, heads, chunk, ...]` that hold the same tokens:
-        the whole chunks, and the tail."""
+        """Views of `[tokens, heads, ...]` and of `[steps, sequences, heads, chunk, ...]` with the same tokens: first
+        the whole chunks, and then the tail."""
         assert self.spacing is not None
         whole, tail = divmod(self.length, self.chunk)
         step, head, *rest = x.stride()
@@ -182,7 +183,7 @@ class Tokens:
         return result
 
     def scatter(self, out: Tensor, chunks: Tensor) -> None:
-        """The inverse: writes the group's own tokens into `[tokens, heads, ...]`, rounded to its dtype."""
+        """The inverse of `gather`: writes the group's own tokens into `[tokens, heads, ...]`, rounded to its dtype."""
         if self.spacing is None:
             out[self.places[self.inside]] = chunks.transpose(2, 3)[self.inside].to(out.dtype)
             return
@@ -191,8 +192,8 @@ class Tokens:
 
 
 def chunks_of(starts: Tensor, lengths: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-    """All chunks of all sequences, one after the other: places `[chunks, chunk]` on the flat token axis, and which are
-    inside their sequence; the others point to place 0."""
+    """The places `[chunks, chunk]` on the flat token axis of all chunks of all sequences, and which of them are inside
+    their sequence. The others point to place 0."""
     numbers = (lengths + chunk - 1) // chunk
     sequence = torch.repeat_interleave(torch.arange(len(starts)), numbers)
     first = torch.cat((numbers.new_zeros(1), numbers.cumsum(0)))[:-1]

@@ -12,32 +12,33 @@ from adjoint.core.problem import Problem, short, wide_dtype
 
 Promises = Callable[[Problem], dict[str, Guarantee]]
 Compute = Callable[[tuple[Any, ...], tuple[Tensor, ...]], None]
-"""`compute(arguments, outputs)`"""
+"""`compute(arguments, outputs)` writes the outputs."""
 
 DOMAIN = (
     "‖k‖ ≤ 1 up to rounding, 0 ≤ beta ≤ 1, g ≤ 0 and −inf too, where the recurrence cannot diverge; results that are "
-    "below the smallest number of the accumulator may be 0"
+    "below the smallest number of the accumulator may be 0; numbers of float64 are 0 or above 10⁻¹⁵⁰, or bounds, which "
+    "square them, are too small"
 )
 
 RESETS = "a g of −inf multiplies the state with 0, which NaN and infinities in it survive; dg is 0 there"
-"""Of the special values of the whole op and of a step."""
+"""Words about special values, for the whole op and for a step."""
 
 CHECKED = "inside adjoint.checked(), so are NaN in g, beta outside [0, 1] and keys that make the state grow"
-"""What is reported beside what always is."""
+"""Words about values that are reported only inside of `adjoint.checked()`."""
 
 RESIDUALS = (
     "the error of dbeta, a sum of products with v − Sᵀk, is relative to the same sum with |v| where values are close "
     "to what the state holds of them: that difference has lost the digits its terms agree in"
 )
-"""Of the domain of dbeta."""
+"""Words about the domain of dbeta."""
 
 CASES = "the family's cases: random, nearly equal and orthogonal keys, no decay, strong decay and resets, packed"
 
 FORWARD, BACKWARD = 2e-6, 1e-5
-"""Ceilings of what is computed in float32: several times what the cases show, an order below what a mistake does."""
+"""Ceilings for results in float32: several times the errors of the cases, and about a tenth of those of a mistake."""
 
 _IN_FLOAT64 = 1e-8
-"""What the same computation in float64 has of them."""
+"""The ceiling of the same computation in float64, as a share of these."""
 
 
 def domain_of(result: str) -> str:
@@ -45,7 +46,7 @@ def domain_of(result: str) -> str:
 
 
 def empirical_error(kind: torch.dtype, computed: torch.dtype, ceiling: float, cases: str = CASES) -> Empirical:
-    """A ceiling for results of a dtype: that of the computation, and half a unit of the type they are stored in."""
+    """A ceiling for results of a dtype: that of the computation, plus half a unit of the storage type."""
     rounding = torch.finfo(kind).eps / 2 if kind != computed else 0.0
     return Empirical(ceiling * (_IN_FLOAT64 if computed == torch.float64 else 1.0) + rounding, cases)
 
@@ -63,11 +64,12 @@ def promise(
     """Guarantees for results of these dtypes.
 
     Args:
-        bound: what is promised of the error of a result, by its name; the ceiling then stands beside it, as recorded.
-        computed: the type of the arithmetic; by default float32, float64 for float64.
-        order: what fixes the bits, for the domain.
-        words: in place of what torch's matrix products allow to promise: on the CPU, equal calls give equal bits; a
-            sequence's bits may depend on what shares its batch, because the shape of a product may choose its kernel.
+        bound: gives the promised bound of a result's error, by its name. The ceiling is then recorded beside it.
+        computed: the type of the arithmetic; by default float32, or float64 for float64.
+        order: words that say what fixes the bits, for the domain.
+        words: other promises in place of those that torch's matrix products allow. With these products, equal calls
+            give equal bits on the CPU, but a sequence's bits may depend on the rest of its batch, because the shape of
+            a product may decide its kernel.
     """
     kind = computed or wide_dtype(problem.dtypes[0])
     bits: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """The gated delta rule as defined: short, in the dtype of its inputs, never optimised.
 
-Twice, and independently: token by token as the recurrence reads, and chunk by chunk as kernels compute it. Written
-with differentiable functions of torch, so that autograd gives the gradients of both.
+It is written twice and independently: token by token as in the recurrence, and chunk by chunk as kernels compute it.
+Both have only differentiable functions of torch, so autograd gives their gradients.
 """
 
 from itertools import pairwise
@@ -20,7 +20,8 @@ def normalized(x: Tensor) -> Tensor:
 def gate(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """g = −e^{A_log} · softplus(a + dt_bias) and β = σ(b).
 
-    σ(b) is written as e^{log σ(b)}: of a sigmoid autograd has β·(1 − β), which cancels, and is 0 from b = 37 on.
+    σ(b) is written as e^{log σ(b)}, because autograd's gradient of a sigmoid is β·(1 − β), which cancels and is 0 from
+    b = 37 on.
     """
     return -A_log.exp() * torch.logaddexp(a + dt_bias, torch.zeros_like(a)), torch.nn.functional.logsigmoid(b).exp()
 
@@ -49,7 +50,7 @@ def recurrence(
 def chunked(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float, chunk: int = 64
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and the last state of one sequence, by chunks through the stages, in the terms of w and u."""
+    """Outputs and the last state of one sequence, computed by chunks through the stages, with w and u."""
     group = v.shape[1] // max(1, q.shape[1])
     outputs = [torch.zeros_like(v[:0])]
     for begin in range(0, len(v), chunk):
@@ -69,13 +70,13 @@ def chunked(
 
 
 def _decays(decay: Tensor, diagonal: int) -> Tensor:
-    """e^{G_i − G_j} as [H, C, C], for j up to i + diagonal and 0 elsewhere; differences first."""
+    """e^{G_i − G_j} as [H, C, C] for j up to i + diagonal, and 0 elsewhere. Differences come first."""
     difference = decay.T[:, :, None] - decay.T[:, None, :]
     return torch.where(torch.ones_like(difference).tril(diagonal).bool(), difference, -torch.inf).exp()
 
 
 def gram(k: Tensor, beta: Tensor, decay: Tensor) -> Tensor:
-    """A_ij = β_i (k_i·k_j) e^{G_i − G_j} for i > j, as [H, C, C], of a chunk's k [C, Hg, K], beta, decay [C, H]."""
+    """A_ij = β_i (k_i·k_j) e^{G_i − G_j} for i > j, as [H, C, C], from a chunk's k [C, Hg, K], beta, decay [C, H]."""
     keys = k.repeat_interleave(beta.shape[1] // max(1, k.shape[1]), 1)
     return beta.T[:, :, None] * torch.einsum("ihk,jhk->hij", keys, keys) * _decays(decay, -1)
 
@@ -105,7 +106,7 @@ def output(q: Tensor, k: Tensor, values: Tensor, state: Tensor, decay: Tensor, s
 
 
 def sequences(rows: int, time: int, cu_seqlens: Tensor | None) -> list[tuple[int, slice]]:
-    """The row and the tokens of each sequence: every row is one, or `cu_seqlens` cuts the only row."""
+    """The row and the tokens of each sequence. Every row is a sequence, or `cu_seqlens` cuts the only row."""
     if cu_seqlens is None:
         return [(row, slice(0, time)) for row in range(rows)]
     return [(0, slice(begin, end)) for begin, end in pairwise(cu_seqlens.tolist())]

@@ -15,7 +15,7 @@ from adjoint.ops.gated_delta import reference
 CPU = torch.device("cpu")
 
 Sizes = tuple[int, int, int, int, int, int]
-"""B, T, Hg, H, K, V"""
+"""The sizes B, T, Hg, H, K and V."""
 
 Function = Callable[..., tuple[Tensor, ...]]
 
@@ -31,14 +31,14 @@ def unit_vectors(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
 
 
 def nearly_equal(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-    """normalise(k₀ + 0.05·ε): what is new in a value is the small difference of large ones."""
+    """normalise(k₀ + 0.05·ε). The new part of a value is then a small difference of large numbers."""
     batch, _, heads, size = shape
     near = unit_vectors(generator, (batch, 1, heads, size)) + 0.05 * unit_vectors(generator, shape)
     return near / near.norm(dim=-1, keepdim=True)
 
 
 def orthogonal(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-    """One axis after the other."""
+    """Keys along one axis after the other."""
     _, time, _, size = shape
     return torch.eye(size, dtype=torch.float64)[torch.arange(time) % size][None, :, None].expand(shape)
 
@@ -55,14 +55,14 @@ def tokens(
     resets: tuple[int, ...] = (),
     lay: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Make:
-    """q, k, v, g, beta, initial states and bounds of sequences.
+    """Makes q, k, v, g, beta, initial states and bounds of sequences.
 
     Args:
-        decay: the largest −g, uniform from a hundredth of it; None for g = 0.
+        decay: the largest −g. −g is uniform from a hundredth of it; None for g = 0.
         strength: the range of beta.
-        wide_gates: g and beta in float32, not the dtype of q.
-        resets: tokens whose g is −inf.
-        lay: the same values, otherwise in memory.
+        wide_gates: whether g and beta are in float32, and not in the dtype of q.
+        resets: the tokens whose g is −inf.
+        lay: gives the same values with another layout in memory.
     """
     batch, time, key_heads, heads, K, V = shape
 
@@ -93,7 +93,7 @@ def tokens(
 
 
 def strided(x: Tensor) -> Tensor:
-    """The same values, time last in memory."""
+    """The same values, with time as the last axis in memory."""
     return x.transpose(1, -1).contiguous().transpose(1, -1)
 
 
@@ -109,7 +109,7 @@ Place = tuple[int, slice]
 
 
 def chunk_places(like: Tensor, cu_seqlens: Tensor | None, chunk: int) -> list[tuple[int, int, Place]]:
-    """Every chunk: its sequence, where its state is stored, and its tokens."""
+    """For every chunk, its sequence, the place of its state, and its tokens."""
     chunks = []
     batch, time = like.shape[:2]
     for number, (row, part) in enumerate(reference.sequences(batch, time, cu_seqlens)):
@@ -120,7 +120,7 @@ def chunk_places(like: Tensor, cu_seqlens: Tensor | None, chunk: int) -> list[tu
 
 
 def solved(shape: Sizes, chunk: int, cu_seqlens: tuple[int, ...] | None = None, narrow: bool = False) -> Make:
-    """k, v, beta, G and T of real chunks; T in the dtype of k where that is asked."""
+    """Makes k, v, beta, G and T of real chunks, with T in the dtype of k if `narrow`."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
         _, k, v, g, beta, _, bounds = tokens(shape, cu_seqlens=cu_seqlens)(dtype, CPU, generator)
@@ -136,7 +136,7 @@ def solved(shape: Sizes, chunk: int, cu_seqlens: tuple[int, ...] | None = None, 
 
 
 def w_u(k: Tensor, v: Tensor, beta: Tensor, G: Tensor, T: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The stage, chunk by chunk."""
+    """The stage `recompute_w_u`, chunk by chunk."""
     parts = []
     for _, _, place in chunk_places(k, cu_seqlens, T.shape[-1]):
         matrix = T[place][..., : place[1].stop - place[1].start].transpose(0, 1)
@@ -164,7 +164,7 @@ def gradients(function: Function, outputs: int = 2) -> Function:
 
 
 def changed(function: Function, names: tuple[str, ...], **changes: Callable[[Tensor], Tensor]) -> Function:
-    """The function on inputs of these names, of which some are changed first."""
+    """The function on inputs with these names, after some of them are changed."""
 
     def of_changed(*inputs: Any) -> tuple[Tensor, ...]:
         named = zip(names, inputs, strict=True)
@@ -202,7 +202,7 @@ def blank(*shape: int, dtype: torch.dtype = torch.float32) -> OnDevice:
 
 
 def at(position: int, value: float, *shape: int) -> OnDevice:
-    """Zeros of a shape, but for one number, on a device."""
+    """Zeros of a shape, except for one number, on a device."""
 
     def make(device: torch.device) -> Tensor:
         numbers = torch.zeros(shape, device=device)
@@ -218,9 +218,9 @@ def integers(*values: int) -> OnDevice:
 
 
 def calls_of(function: Callable[..., Any], **shapes: tuple[int, ...]) -> Callable[..., OnDevice]:
-    """`call(**changes)`: the function on zeros of these shapes, with other arguments in their place or beside them.
+    """Makes `call(**changes)`, which calls the function on zeros of these shapes, with other or further arguments.
 
-    Those that are functions are called with the device.
+    Arguments that are functions are called with the device.
     """
 
     def with_changes(**changes: Any) -> OnDevice:

@@ -15,12 +15,12 @@ from adjoint.core.problem import short, wide_dtype
 REDUCTIONS = ("mean", "sum", "none")
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**127
-"""Of a softcap, and of z_loss at most: float32 has these numbers, their quotients with 0 and their products with 1."""
+"""The smallest and the largest softcap; LARGEST also limits z_loss. float32 can represent both numbers."""
 
 _POSITIVE = "None or a positive number, from 2^-126 to 2^127"
 
 MAX_CLASSES = 2**24
-"""Columns of logits that the kernels' integers and sums are made for."""
+"""The most columns of logits for which the kernels' integers and sums are made."""
 
 
 class Loss(NamedTuple):
@@ -84,7 +84,7 @@ def options(
 
 
 def _is_number(value: Any) -> bool:
-    """A number, numpy's too, that a float can be."""
+    """Requires a number, of Python or numpy, that a float can represent."""
     if type(value) is float:
         return True
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -112,7 +112,7 @@ def check_options(op: str, loss: Loss) -> None:
 
 
 def check_labels(op: str, labels: Tensor, like_name: str, like: Tensor, loss: Loss) -> None:
-    """Integers, one for each row of another tensor; with `shift` along at least one axis."""
+    """Requires integers, one for each row of another tensor; with `shift`, at least one axis."""
     require_ids(op, "labels", labels, like_name, like)
     if labels.shape != like.shape[:-1]:
         raise ArgumentError(
@@ -126,7 +126,7 @@ def check_labels(op: str, labels: Tensor, like_name: str, like: Tensor, loss: Lo
 def check_upstream(
     op: str, loss: Loss, tokens: tuple[int, ...], like: Tensor, upstream: Mapping[str, Tensor | None]
 ) -> None:
-    """Upstream gradients are as the outputs are: one number, or one for each token, in the wide type."""
+    """Requires upstream gradients with the shapes of the outputs (one number, or one per token), in the wide type."""
     kind, shapes = wide_dtype(like.dtype), {"dloss": () if loss.reduction != "none" else tokens}
     for name, gradient in upstream.items():
         if gradient is None:
@@ -142,7 +142,7 @@ def check_upstream(
 
 
 def check_saved(op: str, like: Tensor, targets: Tensor, sizes: Tensor, count: Tensor) -> None:
-    """What the forward gives: a class and a logsumexp for each row of another tensor, and how many count."""
+    """Requires saved results of a forward: a class and a logsumexp for each row of another tensor, and a count."""
     tokens, kind = math.prod(like.shape[:-1]), wide_dtype(like.dtype)
     expected = {"targets": (targets, torch.int32, tokens), "sizes": (sizes, kind, tokens), "count": (count, kind, 1)}
     for name, (tensor, dtype, number) in expected.items():

@@ -20,7 +20,7 @@ MODES: dict[str, dict[str, Any]] = {
     },
     "[none, shift, log-probabilities]": {"reduction": "none", "shift": True, "return_log_probabilities": True},
 }  # fmt: skip
-"""Options that are tested together, by what follows the name of the op."""
+"""Options that are tested together, by the text behind the op's name."""
 
 
 def labels_of(
@@ -36,7 +36,7 @@ def labels_of(
 
 
 def in_mode(make: Callable[..., Inputs], place: int, keywords: Mapping[str, Any]) -> Callable[..., Inputs]:
-    """Inputs whose labels, at a place, say which tokens do not count as a mode has it."""
+    """Inputs whose labels, at `place`, mark tokens that do not count by the mode's `ignore_index`."""
 
     def made(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
         inputs = list(make(dtype, device, generator))
@@ -67,7 +67,7 @@ def with_upstream(backward: Callable[..., Any], keywords: Mapping[str, Any]) -> 
 def mistakes(
     forward: Callable[..., Any], backward: Callable[..., Any], keywords: Mapping[str, Any]
 ) -> dict[str, Callable[..., Answers]]:
-    """Wrong answers: options that are left out, exchanged or applied to one direction alone."""
+    """Wrong answers: options that are left out, exchanged or applied to only one direction."""
 
     def with_options(of_loss: Mapping[str, Any], of_gradient: Mapping[str, Any]) -> Callable[..., Answers]:
         def first(*inputs: Any) -> tuple[Tensor, ...]:
@@ -108,7 +108,8 @@ def resized(
 
 
 def rebatched(batched: tuple[bool, ...]) -> Callable[[Inputs, tuple[Tensor, ...]], Iterator[Rebatch]]:
-    """The first items alone, the last alone, and the last half; what has a number for each token keeps its bits."""
+    """The first items alone, the last one alone, and the last half. Results with a number for each token keep their
+    bits."""
 
     def rebatch(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch]:
         size = inputs[0].shape[0] if inputs[0].dim() > 1 else 0

@@ -14,16 +14,16 @@ from adjoint.core.errors import ArgumentError
 from adjoint.core.problem import Problem
 
 MAX_EXPERTS = 1024
-"""What one warp sorts."""
+"""The most experts that one warp sorts."""
 
 
 def refuse_float64(problem: Problem) -> str:
-    """Why kernels of the router cannot serve a dtype."""
+    """Why kernels of the router cannot serve a problem's dtype."""
     return "float64 is for plain PyTorch: the kernels compute in float32" if problem.dtypes[0] == torch.float64 else ""
 
 
 def check_logits(op: str, logits: Tensor) -> None:
-    """A floating tensor [..., experts] of a number of experts the kernels have."""
+    """Requires a floating tensor [..., experts] with a number of experts that kernels can handle."""
     require_floating(op, "logits", logits)
     if logits.dim() == 0:
         raise ArgumentError(f"{op}: logits must have an axis of experts, the last, got a tensor without axes")

@@ -9,26 +9,26 @@ from torch import Tensor
 import adjoint
 
 EXPERTS = 6
-"""In cases of dispatch and combine."""
+"""The number of experts in cases of dispatch and combine."""
 
 SHAPES = ((32768, 2048, 8, 128), (32768, 2048, 10, 512))
-"""Tokens, columns, slots and experts of what is timed of dispatch and combine."""
+"""The tokens, columns, slots and experts of the workloads of dispatch and combine."""
 
 
 def values(
     generator: torch.Generator, dtype: torch.dtype, device: torch.device, *shape: int, scale: float = 1.0
 ) -> Tensor:
-    """Normal values, drawn in float64 on the CPU: the same on every device."""
+    """Normal values, drawn in float64 on the CPU, so that they are the same on every device."""
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype).to(device)
 
 
 def of_device(device: torch.device, generator: torch.Generator) -> torch.Generator:
-    """A generator on a device, for what would take long to draw elsewhere."""
+    """A generator on a device, for values that would take long to draw elsewhere."""
     return torch.Generator(device).manual_seed(int(torch.randint(2**31, (), generator=generator)))
 
 
 def indices_of(generator: torch.Generator, tokens: tuple[int, ...], slots: int, hot: bool = False) -> Tensor:
-    """Experts in random order of frequency; expert 1 gets none, and with `hot` expert 4 most."""
+    """Experts in random order of frequency. Expert 1 gets no token, and with `hot` expert 4 gets most."""
     indices = torch.randint(EXPERTS - 1, (*tokens, slots), generator=generator)
     indices = torch.where(indices >= 1, indices + 1, indices)
     if hot:
@@ -47,7 +47,7 @@ def random_values(dtype: torch.dtype, device: torch.device, generator: torch.Gen
 
 
 def laid_across(tensor: Tensor, *axes: int) -> Tensor:
-    """The tensor, with its axes in another order in memory: one that is its own inverse."""
+    """The tensor with its axes in another order in memory. The permutation must be its own inverse."""
     return tensor.permute(axes).contiguous().permute(axes)
 
 
@@ -57,9 +57,9 @@ def laid_across(tensor: Tensor, *axes: int) -> Tensor:
 def changing(
     function: Callable[..., Any], inputs: Callable[[torch.device], dict[str, Any]]
 ) -> Callable[..., Callable[[torch.device], None]]:
-    """Bad calls by what is wrong: `changed(name=change, ...)` exchanges arguments of a call that would be right.
+    """Makes bad calls from a right one: `changed(name=change, ...)` replaces some of its arguments.
 
-    A change is the new argument, or what makes it from the right one.
+    A change is the new argument, or a function that makes it from the right one.
     """
 
     def changed(**changes: Any) -> Callable[[torch.device], None]:
@@ -82,7 +82,7 @@ def shaped(*shape: int) -> Callable[[Tensor], Tensor]:
 def with_index(
     tokens: int, experts: int, position: int, value: int, dtype: torch.dtype = torch.int64
 ) -> Callable[[Tensor], Tensor]:
-    """Two experts for each token, all right but one."""
+    """Makes indices of two experts for each token, all of them right but one."""
 
     def change(indices: Tensor) -> Tensor:
         wrong = torch.arange(2 * tokens, device=indices.device).remainder(experts).to(dtype)

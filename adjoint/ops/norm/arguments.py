@@ -11,7 +11,8 @@ from adjoint.core.errors import ArgumentError
 
 
 class Arguments(NamedTuple):
-    """The arguments of an operator by name; tensors that it does not take, or is not given, are None, its offset 0."""
+    """The arguments of an operator by name. Tensors that it does not take, or that are absent, are None; an absent
+    offset is 0."""
 
     x: Tensor
     weight: Tensor
@@ -25,7 +26,7 @@ class Arguments(NamedTuple):
 
 
 def by_name(*names: str) -> Callable[[tuple[Any, ...]], Arguments]:
-    """What gives a tuple that begins with arguments of these names as `Arguments`."""
+    """A function that converts a tuple that begins with arguments of these names to `Arguments`."""
     pick = itemgetter(*(names.index(x) if x in names else -2 if x == "offset" else -1 for x in Arguments._fields))
     return lambda arguments: Arguments._make(pick((*arguments, 0.0, None)))
 
@@ -34,9 +35,9 @@ class Norm:
     """A norm: whether it has a weight, normalises the sum with a residual, and is multiplied by a gate.
 
     Attributes:
-        inputs: what the public function takes, in its order.
-        forward, backward: give the arguments of the operators as `Arguments`; x of a backward is the sum where there
-            was a residual.
+        inputs: the tensors that the public function takes, in its order.
+        forward, backward: give the arguments of the operators as `Arguments`. With a residual, x of a backward is the
+            sum.
     """
 
     def __init__(self, *, weight: bool = True, residual: bool = False, gate: bool = False) -> None:
@@ -57,7 +58,7 @@ RMS, RESIDUAL, GATED, L2 = Norm(), Norm(residual=True), Norm(gate=True), Norm(we
 
 
 def require_rows(op: str, x: Tensor, eps: float) -> None:
-    """A floating tensor with a last axis, and an ε that is not negative."""
+    """Requires a floating tensor with a last axis, and an ε that is not negative."""
     require_floating(op, "x", x)
     if x.dim() == 0:
         raise ArgumentError(f"{op}: x must have at least one axis, got shape ()")
@@ -72,7 +73,7 @@ def require_number(op: str, name: str, value: float) -> None:
 
 
 def require_weight(op: str, weight: Tensor, x: Tensor) -> None:
-    """A number for each column of x, of its dtype or float32."""
+    """Requires a number for each column of x, in the dtype of x or in float32."""
     require_floating(op, "weight", weight)
     if weight.shape != x.shape[-1:]:
         columns = f"one number for each of the {x.shape[-1]} columns of x"

@@ -13,11 +13,12 @@ from adjoint.ops.norm import reference
 from adjoint.ops.norm.arguments import Norm
 
 _BOUND = 2048.0
-"""Past it silu is its asymptote in every type, and 0 or −0 below; infinities would give 0·∞."""
+"""Beyond ±_BOUND silu has its limits in every type: its asymptote above, and 0 or −0 below. Infinities would give
+0·∞."""
 
 
 def _wide(x: Tensor) -> Tensor:
-    """A float64 copy, which may be overwritten."""
+    """A float64 copy that may be overwritten."""
     return x.to(torch.float64, copy=True)
 
 
@@ -31,10 +32,10 @@ def _reciprocal(x: Tensor, eps: float, scratch: Tensor) -> Tensor:
 
 
 def forward(norm: Norm, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
-    """y = z·(offset + weight)·silu(gate), of s = x + residual where there is a residual.
+    """y = z·(offset + weight)·silu(gate), for s = x + residual if there is a residual.
 
-    That sum has the bits of one in float64 that is then rounded: 53 bits are more than twice the 24 of float32.
-    Fresh memory costs more than arithmetic here: what is no longer needed is overwritten.
+    s has the same bits as a sum in float64 that is then rounded, because 53 bits are more than twice the 24 bits of
+    float32. New memory costs more than arithmetic here, so tensors that are no longer needed are overwritten.
     """
     of, y, s = norm.forward(arguments), outputs[0], outputs[-1]
     x = of.x if of.residual is None else torch.add(of.x, of.residual, out=s)

@@ -35,13 +35,13 @@ LAYOUTS: dict[str, Callable[[Fill], Tensor]] = {
     "expanded": lambda fill: fill(1, 40).expand(6, 40),
     "2048 columns": lambda fill: fill(2, 2048),
 }
-"""How x lies, and all that is like x."""
+"""The layouts of x and of all tensors that are like x."""
 
 EVERY, MOST, FEW = tuple(LAYOUTS), tuple(LAYOUTS)[:-1], ("contiguous", "three axes", "wide")
 
 
 def random_rows(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Fill:
-    """Normal values, rows of which differ in size: by 1, 30 or 1/1000, where ε counts."""
+    """Normal values in rows of different size: times 1, 30 or 1/1000, for which ε matters."""
 
     def fill(*shape: int) -> Tensor:
         scale = torch.tensor([1.0, 30.0, 1e-3])[torch.randint(3, (*shape[:-1], 1), generator=generator)]
@@ -55,11 +55,12 @@ def subject(
     backward: Callable[..., Any], layouts: Iterable[str], mistakes: dict[str, Any], *, cases: tuple[Case, ...] = (),
     **more: Any,
 ) -> Subject:  # fmt: skip
-    """A norm: `forward` and `backward` are its reference. Of its inputs, all but the weight are laid out alike.
+    """The subject of a norm. `forward` and `backward` are its reference. All inputs but the weight have one layout.
 
     Args:
-        layouts: names of `LAYOUTS`, each of which is a case; where there is a weight, another has it in float32.
-        cases: further ones.
+        layouts: names of `LAYOUTS`, each of which is a case. For a norm with a weight there is one more case for each,
+            with the weight in float32.
+        cases: further cases.
     """
     rows = tuple(x for x in inputs if x != "weight")
 
@@ -90,7 +91,7 @@ def subject(
 
 
 def special_rows(*others: float) -> tuple[Special, ...]:
-    """What zeros, NaN and infinities in x give beside other inputs."""
+    """Special values: zeros, NaN and infinities in x, with these other inputs."""
     return tuple(
         Special(f"x = {name}", (x, *others), dy, (y,), (gradient,) * (1 + len(others)))
         for name, x, dy, y, gradient in (
@@ -114,7 +115,8 @@ def bad_call(
 
 
 def workload(subject: Subject, rows: int, size: int, baseline: Callable[..., Tensor], **more: Any) -> Workload:
-    """A forward reads its inputs and writes y; a backward reads dy and the inputs, and writes as many gradients."""
+    """A workload whose forward reads its inputs and writes y, and whose backward reads dy and the inputs and writes as
+    many gradients."""
     count, one = len(subject.batched or subject.inputs), 2 * rows * size
     make = normal(*((size,) if x == "weight" else (rows, size) for x in subject.inputs))
     forward, backward = (count + 1) * one, (2 * count + 1) * one
@@ -122,5 +124,5 @@ def workload(subject: Subject, rows: int, size: int, baseline: Callable[..., Ten
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """A tensor for calls that are built and not run."""
+    """A tensor for calls that are built but not run."""
     return torch.empty(shape, dtype=dtype, device="meta")

@@ -1,4 +1,4 @@
-"""The loss curve: in the terminal by lines of characters, and as a PNG that needs no package."""
+"""The loss curve: in the terminal as lines of characters, and as a PNG that is written without a package."""
 
 import itertools
 import struct
@@ -14,11 +14,11 @@ _DIGITS = {
     "0": "755557", "1": "262227", "2": "717447", "3": "717117", "4": "557111", "5": "747117", "6": "744757",
     "7": "711222", "8": "757557", "9": "757117", ".": "000002", " ": "000000",
 }  # fmt: skip
-"""Each character by rows of three pixels, a digit a row."""
+"""The pixels of each character: one digit for each row of three pixels."""
 
 
 def smooth(points: Points, width: int) -> list[float]:
-    """Means over so many equal parts of a curve, or its own points where there are fewer."""
+    """The means over `width` equal parts of a curve, or its own points if there are fewer."""
     values = [value for _, value in points]
     width = min(width, len(values))
     edges = [index * len(values) // width for index in range(width + 1)] if width else []
@@ -26,7 +26,7 @@ def smooth(points: Points, width: int) -> list[float]:
 
 
 def in_terminal(points: Points, width: int = 60, height: int = 8) -> str:
-    """The curve in lines of block characters, with its highest and lowest loss beside it.
+    """The curve as lines of block characters, with its highest and lowest loss beside it.
 
     >>> print(in_terminal([(1, 2.0), (2, 1.0), (3, 0.0)], 3, 2))
       2.00 █▁
@@ -85,7 +85,10 @@ class _Picture:
 
 
 def write_png(path: Path, points: Points, width: int = 900, height: int = 480) -> None:
-    """Every step's loss in grey, its mean over a hundredth of the run in black; steps below, losses on the left."""
+    """Draws every step's loss in grey, and its mean over a hundredth of the run in black.
+
+    Steps are written below the curve, and losses to its left.
+    """
     picture = _Picture(width, height)
     left, right, top, bottom = 80, width - 20, 20, height - 40
     losses = [value for _, value in points]

@@ -14,10 +14,10 @@ class Display:
     """The progress of a run.
 
     Args:
-        console: where it is shown.
-        first, last: the steps done, and of the whole run.
-        flops_of_token: of forward and backward; None where nobody counted.
-        peak: TF/s of a large matrix product, over all ranks; None where it is not known.
+        console: the console that shows it.
+        first, last: the number of steps done, and of steps of the whole run.
+        flops_of_token: the operations of forward and backward for one token; None if nobody has counted them.
+        peak: TF/s of a large matrix product, over all ranks; None if it is not known.
         enabled: whether this process shows anything.
     """
 
@@ -46,7 +46,7 @@ class Display:
         self._progress.stop()
 
     def show(self, result: StepResult, seconds: float) -> dict[str, Any]:
-        """Shows a step; its speed, and the share of the peak where that is known, for the metrics."""
+        """Shows a step, and returns its speed and, if it is known, the share of the peak, for the metrics."""
         self._mean = result.loss if self._mean is None else 0.9 * self._mean + 0.1 * result.loss
         speed: dict[str, Any] = {"tokens_per_second": round(result.tokens / seconds, 1)}
         words = f"loss {self._mean:.3f}  {_short(result.tokens / seconds)} tokens/s"

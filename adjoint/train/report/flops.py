@@ -1,4 +1,4 @@
-"""How many operations a token takes, and how many a device does: the share of the peak in a run's display."""
+"""The operations of a token and the peak of a device, for the share of the peak in a run's display."""
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -8,10 +8,10 @@ from adjoint.models.hybrid import HybridLM
 
 
 def flops_of_token(config: HybridConfig, length: int) -> float | None:
-    """Of forward and backward, by torch's counter, in a row of one sequence; None where it cannot be counted.
+    """The operations of forward and backward for one token of a row with one sequence, as torch's counter counts them.
 
-    The model is on the meta device: nothing is computed. What is computed again under activation checkpointing does not
-    count.
+    The result is None if they cannot be counted. The model is on the meta device, so nothing is computed. Operations
+    that activation checkpointing repeats do not count.
     """
     model = HybridLM(config, device="meta")
     ids = torch.zeros(1, length, dtype=torch.int64, device="meta")

@@ -12,16 +12,17 @@ from adjoint.train.stops import CannotSave
 
 
 class Metrics:
-    """metrics.jsonl of a run: a line for each step, and one for each evaluation.
+    """The file metrics.jsonl of a run, with a line for each step and one for each evaluation.
 
     Args:
-        folder: of the run.
-        last_step: lines of later steps are of a run that was interrupted, and are removed.
-        tensorboard: "on", "off", or "auto": where it is installed.
+        folder: the folder of the run.
+        last_step: the step from which the run goes on. Lines of later steps are left from an interruption, and are
+            removed.
+        tensorboard: "on", "off", or "auto", which means on if it is installed.
         enabled: whether this process writes.
 
     Raises:
-        Unsupported: TensorBoard is asked for and not there.
+        Unsupported: TensorBoard is asked for and not installed.
     """
 
     def __init__(self, folder: Path, last_step: int, tensorboard: str, enabled: bool = True) -> None:
@@ -47,7 +48,7 @@ class Metrics:
             raise CannotSave(f"train: cannot write {self.path}: {error.strerror or error}") from error
 
     def add(self, row: dict[str, Any]) -> None:
-        """One more line."""
+        """Writes one more line."""
         self.rows.append(row)
         if not self._enabled:
             return
@@ -66,15 +67,15 @@ class Metrics:
         return any(row["step"] == step and "heldout_bits_per_byte" in row for row in self.rows)
 
     def losses(self) -> list[tuple[int, float]]:
-        """Step and loss of each line that has one."""
+        """The step and the loss of each line that has a loss."""
         return [(row["step"], row["loss"]) for row in self.rows if "loss" in row]
 
 
 def require_tensorboard(wish: str) -> None:
-    """Refuses what cannot be done, before anything is written.
+    """Refuses TensorBoard if it is not installed, before anything is written.
 
     Raises:
-        Unsupported: TensorBoard is asked for and not there.
+        Unsupported: TensorBoard is asked for and not installed.
     """
     if wish != "on":
         return
@@ -85,7 +86,7 @@ def require_tensorboard(wish: str) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file; one that a killed process left half is not there.
+    """The lines of a file, without a line that a killed process has left incomplete.
 
     Raises:
         ArgumentError: the file cannot be read.
@@ -109,7 +110,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def bits_of(value: float) -> str:
-    """A number's 64 bits in hexadecimal, by which two runs are compared.
+    """A number's 64 bits in hexadecimal, for comparing two runs.
 
     >>> bits_of(1.0)
     '3ff0000000000000'

@@ -1,4 +1,4 @@
-"""A loss or gradient that is not finite: which step, layer and batch it came from."""
+"""The error for a loss or gradient that is not finite, which names its step, layer and batch."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from adjoint.train.text.stream import Batch
 def explain(
     folder: Path, step: int, what: str, objective: Objective, weights: Weights, batches: list[Batch], ranks: Ranks
 ) -> NotFinite:
-    """The error for a step, after its batch was saved where there is room: all ranks call this together."""
+    """Saves the batch of a step, if there is room, and returns the error for the step. All ranks call this together."""
     layer = _first_layer(objective, batches) or _layer_of_gradient(weights)
     layers = [name for name in ranks.gather(layer) if name]
     path = folder / f"not-finite-step-{step}{f'-rank-{ranks.rank}' if ranks.mesh is not None else ''}.safetensors"
@@ -39,7 +39,7 @@ def explain(
 
 
 def _first_layer(objective: Objective, batches: list[Batch]) -> str:
-    """The first module whose output is not finite, in a forward of the same batches; empty where all are finite."""
+    """The first module whose output is not finite in a forward of the same batches; empty if all are finite."""
     seen: list[str] = []
 
     def watch(name: str) -> object:
@@ -70,7 +70,7 @@ def _is_finite(output: object) -> bool:
 
 
 def _layer_of_gradient(weights: Weights) -> str:
-    """The weight nearest to the loss whose gradient is not finite: from there it spread to those before."""
+    """The weight nearest to the loss whose gradient is not finite. From there it spread to the weights before it."""
     for name, gradient in reversed(weights.gradients().items()):
         if not _is_finite(local_part(gradient)):
             return f"the gradient of {name}"

@@ -21,7 +21,7 @@ from adjoint.train.text.stream import Batch, Stream
 
 @dataclass(frozen=True)
 class StepResult:
-    """A step's numbers: the cross entropy in nats to a label, the routers' loss, the norm of the gradient before it is
+    """A step's numbers: the cross entropy in nats per label, the routers' loss, the norm of the gradient before it is
     clipped, and the tokens of all ranks."""
 
     step: int
@@ -33,19 +33,19 @@ class StepResult:
 
 
 class Trainer:
-    """Model, optimizer and data of a run, moved on by `step`.
+    """The model, optimizer and data of a run. `step` trains one step.
 
     Args:
-        options: complete ones.
+        options: the options, from `Options.complete`.
         objective: the model, on the ranks' device.
         weights: its float32 weights.
-        optimizers: of the weights.
+        optimizers: the optimizers of the weights.
         stream: the data.
         ranks: the processes of the run.
-        folder: where a batch is saved that gives numbers which are not finite.
+        folder: the folder for a batch whose numbers are not finite.
 
     Raises:
-        ArgumentError: the rows of a step cannot be shared out evenly.
+        ArgumentError: the rows of a step cannot be divided evenly among the ranks and parts.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Trainer:
         return [self.stream.batch(range(begin, begin + self._rows)) for begin in begins]
 
     def step(self, step: int) -> StepResult:
-        """One step, counted from 0.
+        """Trains one step. Steps are counted from 0.
 
         Raises:
             NotFinite: the loss or the gradient is not finite; the weights stay as they are.
@@ -115,7 +115,7 @@ class Trainer:
         return self.ranks.device
 
     def _choices(self, batches: list[Batch]) -> Tensor:
-        """How often each expert is chosen in all parts of a step, by forwards of their own."""
+        """How often each expert is chosen in all parts of a step; this takes separate forwards."""
         return self.ranks.add_up(torch.stack([self.objective.count(batch) for batch in batches]).sum(0))
 
     def _norm(self) -> Tensor:

@@ -20,18 +20,18 @@ from adjoint.train.text.stream import Batch
 
 
 class Sums(NamedTuple):
-    """What a part of a step adds up to: −log p over its labels, and E · Σ f_e · p_e over its tokens and layers."""
+    """The sums of a part of a step: −log p over its labels, and E · Σ f_e · p_e over its tokens and layers."""
 
     nats: Tensor
     balance: Tensor
 
 
 class Objective(nn.Module):
-    """A model with its loss: the module that is sharded, and called for every part of a step.
+    """A model with its loss. This module is sharded, and called for every part of a step.
 
     Args:
         model: the language model.
-        add_up: the sum of a tensor over all ranks.
+        add_up: a function that sums a tensor over all ranks.
     """
 
     def __init__(self, model: HybridLM, add_up: Callable[[Tensor], Tensor] = lambda x: x) -> None:
@@ -46,13 +46,13 @@ class Objective(nn.Module):
         return sum(config.is_sparse(layer) for layer in range(config.num_hidden_layers))
 
     def forward(self, batch: Batch, choices: Tensor | None = None, *, with_balance: bool = True) -> Sums:
-        """The sums of a part of a step.
+        """Computes the sums of a part of a step.
 
         Args:
             batch: the tokens.
-            choices: how many tokens of the step chose each expert, over all layers and ranks; by default the part is
-                the whole step, and they are counted here.
-            with_balance: whether the routers' losses are computed.
+            choices: how many tokens of the step chose each expert, over all layers and ranks. By default they are
+                counted here, and the part is the whole step.
+            with_balance: whether to compute the routers' losses.
         """
         hidden, routings = self.model.model(batch.tokens, batch.cu_seqlens)
         nats = linear_cross_entropy(hidden, self.model.lm_head.weight, batch.labels, reduction="sum")
@@ -66,7 +66,7 @@ class Objective(nn.Module):
 
     @torch.no_grad()
     def count(self, batch: Batch) -> Tensor:
-        """How many tokens of a part chose each expert: a forward of its own, which `choices` of a step needs."""
+        """How many tokens of a part chose each expert. This is a separate forward, for the `choices` of a step."""
         counts: list[Tensor] = []
         whole, self._add_up = self._add_up, lambda x: counts.append(x) or x  # type: ignore[func-returns-value]
         try:

@@ -1,4 +1,4 @@
-"""What moves the weights: AdamW, or Muon for matrices and AdamW for the rest; and the learning rate of each step."""
+"""Optimizers: AdamW, or Muon for matrices and AdamW for the rest; and the learning rate of each step."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ _STACKED = ("experts.gate_up_proj", "experts.down_proj")
 
 
 def learning_rate(options: Options, step: int) -> float:
-    """The rate of a step, counted from 0: up to the highest in the first steps, then down to the last by the schedule.
+    """The learning rate of a step, counted from 0. It rises to the highest rate, and then falls by the schedule.
 
     >>> options = Options(steps=10, warmup_steps=2, learning_rate=1.0, final_rate=0.0, schedule="linear")
     >>> [round(learning_rate(options, step), 3) for step in (0, 1, 2, 6, 10)]
@@ -29,11 +29,12 @@ def learning_rate(options: Options, step: int) -> float:
 
 
 class Optimizers:
-    """The optimizers of a model's weights, as one. States have the names of the weights they belong to.
+    """The optimizers of a model's weights, as one. Their states have the names of the weights.
 
-    Muon orthogonalises a matrix; stacked experts are one matrix each, so it gets them one by one: slices that share the
-    memory of the weight and of its gradient. Under FSDP a rank has whole experts, and moves its own. Of other matrices
-    it has some rows: momentum and weight stay so, and what is orthogonalised is gathered for it, a matrix at a time.
+    Muon orthogonalises matrices. Each of several stacked experts is a matrix, so Muon gets them one by one, as slices
+    that share the memory of the weight and of its gradient. Under FSDP a rank has whole experts, and updates its own.
+    It has only some rows of every other matrix. Momentum and weight stay sharded then, and the matrix to orthogonalise
+    is gathered, one matrix at a time.
     """
 
     def __init__(self, weights: Mapping[str, nn.Parameter], options: Options) -> None:
@@ -41,7 +42,7 @@ class Optimizers:
         self._slices: dict[str, list[nn.Parameter]] = {}
         self._buffers: dict[str, Tensor] = {}
         self._decay, self._momentum = options.weight_decay, options.momentum
-        self._is_fused = all(weight.is_cuda for weight in self.weights.values())  # one pass over a GPU's memory
+        self._is_fused = all(weight.is_cuda for weight in self.weights.values())  # fused AdamW reads memory once
         by_muon: list[nn.Parameter] = []
         decayed, others = [], []
         for name, weight in self.weights.items():
@@ -80,7 +81,7 @@ class Optimizers:
         return [self.adamw] if self.muon is None else [self.adamw, self.muon]
 
     def _make_states(self) -> None:
-        """States as the first step would make them, so that a checkpoint can be read into them."""
+        """Makes the states that the first step would make, so that a checkpoint can be read into them."""
         for group in self.adamw.param_groups:
             for weight in group["params"]:
                 zeros = torch.zeros_like(weight, memory_format=torch.preserve_format)
@@ -103,7 +104,7 @@ class Optimizers:
         self.muon.state[weight] = {"momentum_buffer": buffer}
 
     def step(self, rate: float) -> None:
-        """Moves the weights by their gradients."""
+        """Updates the weights by their gradients."""
         for name, parts in self._slices.items():
             gradient = self.weights[name].grad
             for part, slice_ in zip(parts, () if gradient is None else local_part(gradient).unbind(0), strict=True):
@@ -118,7 +119,7 @@ class Optimizers:
 
     @torch.no_grad()
     def _move_sharded(self, name: str, rate: float) -> None:
-        """Muon's step for the rows of a matrix that this rank has: what `torch.optim.Muon` makes of the whole."""
+        """Muon's step for this rank's rows of a matrix, as `torch.optim.Muon` computes it for the whole matrix."""
         weight, buffer = self.weights[name], self._buffers[name]
         assert isinstance(weight, DTensor) and isinstance(weight.grad, DTensor)
         gradient = weight.grad.to_local()
@@ -143,7 +144,7 @@ class Optimizers:
                 part.grad = None
 
     def states(self) -> dict[str, Tensor]:
-        """Every tensor of the optimizers' states, by the weight's name and its own: not copied."""
+        """Every tensor of the optimizers' states, by the name of the weight and its own name; they are not copied."""
         names = {id(weight): name for name, weight in self.weights.items()}
         states = {f"{name}.momentum_buffer": buffer for name, buffer in self._buffers.items()}
         for optimizer in self._all:
@@ -153,12 +154,12 @@ class Optimizers:
         return dict(sorted(states.items()))
 
     def load(self, read: "Mapping[str, Any]") -> None:
-        """Copies states that were saved into those that are there."""
+        """Copies saved states into the states of these optimizers."""
         for name, tensor in self.states().items():
             tensor.copy_(read[name])
 
     def moved_by_muon(self) -> Iterator[str]:
-        """The names of the weights that Muon moves."""
+        """The names of the weights that Muon updates."""
         muon = {id(weight) for group in (self.muon.param_groups if self.muon else ()) for weight in group["params"]}
         for name, weight in self.weights.items():
             if name in self._buffers or id(weight) in muon:
@@ -166,5 +167,5 @@ class Optimizers:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank has: all of it, where there is but one."""
+    """This rank's part of a tensor; the whole tensor if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -29,9 +29,9 @@ class Ranks:
 
     Attributes:
         rank: its number, from 0.
-        size: how many there are.
-        device: its own.
-        mesh: None where there is one process that torchrun did not start.
+        size: the number of processes.
+        device: the device of this process.
+        mesh: the mesh of all ranks; None if there is only one process and torchrun did not start it.
     """
 
     rank: int
@@ -41,7 +41,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that speaks and writes for all."""
+        """Whether this is the process that prints and writes for all."""
         return self.rank == 0
 
     def add_up(self, x: Tensor) -> Tensor:
@@ -53,11 +53,11 @@ class Ranks:
         return x
 
     def add_up_number(self, number: int) -> int:
-        """The sum of a whole number over all ranks."""
+        """The sum of an integer over all ranks."""
         return number if self.mesh is None else int(self.add_up(torch.tensor(number, device=self.device)))
 
     def gather(self, value: Any) -> list[Any]:
-        """A Python value of each rank, on every rank."""
+        """The Python values of all ranks, on every rank."""
         if self.mesh is None:
             return [value]
         values = [None] * self.size
@@ -74,7 +74,7 @@ class Ranks:
             dist.barrier()
 
     def shard(self, objective: Objective, precision: torch.dtype) -> None:
-        """Shards every layer's parameters, then the rest, over the ranks (FSDP2); gradients are added in float32."""
+        """Shards each layer's parameters, then the others, over the ranks (FSDP2). Gradients are added in float32."""
         assert self.mesh is not None
         kind = None if precision is torch.float32 else precision
         policy = MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -109,10 +109,10 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
 
 @contextmanager
 def start_ranks(device: str, timeout: timedelta = timedelta(minutes=10)) -> Iterator[Ranks]:
-    """This process's place in the run: as torchrun says, or alone.
+    """Gives this process its place in the run: as torchrun states it, or as the only process.
 
     Raises:
-        RankLost: another process ended meanwhile.
+        RankLost: another process has ended during the block.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield Ranks(0, 1, choose_device(device))
@@ -150,9 +150,9 @@ def _reason(error: BaseException) -> str:
 
 
 def _end_when_told(rank: int) -> None:
-    """Ends on torchrun's SIGTERM with a sentence, even while a collective waits, when Python's handlers do not run.
+    """Ends this process with a sentence on SIGTERM, which torchrun sends to the other ranks when one has died.
 
-    torchrun sends it to the other ranks when one has died.
+    This works even while a collective waits, when Python's own signal handlers do not run.
     """
     receiver, sender = socket.socketpair()
     sender.setblocking(False)

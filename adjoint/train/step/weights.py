@@ -8,10 +8,11 @@ from adjoint.train.step.ranks import Ranks
 
 
 class Weights:
-    """What the optimizer moves and a checkpoint holds, by the names of the model's parameters, in float32.
+    """The float32 weights that the optimizer updates and a checkpoint saves, by the names of the model's parameters.
 
-    In float32 these are the model's own parameters; sharded ones are too, since FSDP rounds what it gathers. Elsewhere
-    the model's parameters are 16-bit copies, and their gradients are added up in float32.
+    For a model in float32 they are its own parameters. So they are for a sharded model, because FSDP rounds the
+    parameters when it gathers them. Otherwise the model's parameters are 16-bit copies of the weights, and their
+    gradients are added up in float32.
     """
 
     def __init__(self, objective: Objective, precision: torch.dtype, ranks: Ranks) -> None:
@@ -25,7 +26,7 @@ class Weights:
             self._copies = dict(objective.model.named_parameters())
 
     def collect_gradients(self) -> None:
-        """After a backward: adds the gradients of 16-bit copies to those of the weights."""
+        """Adds the gradients of 16-bit copies to those of the weights; called after a backward."""
         for name, copy in self._copies.items():
             if copy.grad is None:
                 continue
@@ -38,7 +39,7 @@ class Weights:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """After the weights have moved: rounds them for the model."""
+        """Rounds the weights for the model; called after an update of the weights."""
         if self._copies:
             torch._foreach_copy_(list(self._copies.values()), [self.named[name] for name in self._copies])
 

@@ -15,7 +15,7 @@ _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "
 
 @dataclass(frozen=True)
 class Document:
-    """A file: the name it has in the corpus, and its bytes."""
+    """A file, with its name in the corpus and its bytes."""
 
     name: str
     content: bytes
@@ -23,10 +23,10 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents to train on and held-out ones, which are whole files.
+    """Documents to train on, and held-out documents.
 
     Attributes:
-        origin: what the text is, in words.
+        origin: words that say where the text is from.
         hash: SHA-256 of all names and contents.
     """
 
@@ -37,8 +37,9 @@ class Corpus:
 
 
 def read_corpus(paths: Sequence[str], suffixes: Sequence[str], heldout_bytes: int) -> Corpus:
-    """The documents of files and folders, or of the Python standard library's source. A file that several of the paths
-    lead to is one document: of two, one could be held out and the other trained on.
+    """Reads the documents of files and folders, or of the source of Python's standard library.
+
+    A file to which several paths lead is one document. If it were two, one could be held out and the other trained on.
 
     Raises:
         ArgumentError: a path is missing or cannot be read, a file is empty or not text, or a folder has no text.
@@ -62,7 +63,7 @@ def read_corpus(paths: Sequence[str], suffixes: Sequence[str], heldout_bytes: in
 
 
 def _standard_library() -> Iterator[Document]:
-    """Python files without their tests, which repeat themselves, and without what was installed beside them."""
+    """The Python files of the standard library, without tests, which are repetitive, and without installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
@@ -72,7 +73,7 @@ def _standard_library() -> Iterator[Document]:
 
 def _documents(path: Path, suffixes: Sequence[str]) -> Iterator[tuple[Path, Document]]:
     if os.path.isdir(path):
-        if not os.access(path, os.R_OK | os.X_OK):  # its files would not be seen
+        if not os.access(path, os.R_OK | os.X_OK):  # otherwise its files would be missed in silence
             raise ArgumentError(f"train: cannot read the folder {path}: Permission denied")
         files = sorted(file for file in path.rglob("*") if file.is_file())
         texts = [
@@ -106,7 +107,7 @@ def _read(path: Path) -> bytes:
 
 
 def is_text(content: bytes) -> bool:
-    """Whether bytes are UTF-8 without a zero.
+    """Whether bytes are UTF-8 without a zero byte.
 
     >>> is_text("é".encode()), is_text(bytes([0xFF])), is_text(bytes(1))
     (True, False, False)
@@ -121,10 +122,11 @@ def is_text(content: bytes) -> bool:
 
 
 def _split(origin: str, documents: Sequence[Document], heldout_bytes: int) -> Corpus:
-    """Holds out whole files, in the order of their names' hashes, so that other files do not change which.
+    """Holds out whole files, in the order of the hashes of their names.
 
-    Files longer than a quarter of what is held out come after all others, the shortest of them first: a few long files
-    would say little about the rest. A corpus of one file is cut in two, at the end of a line.
+    So further files in the corpus do not change the order of the others. Files longer than a quarter of `heldout_bytes`
+    come after all others, the shortest first, because a few long files would say little about the rest. A corpus of one
+    file is cut in two at the end of a line.
     """
     total = hashlib.sha256()
     for document in documents:

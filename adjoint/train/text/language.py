@@ -14,7 +14,7 @@ from adjoint.models.byte_text import VOCABULARY, ByteText, is_byte_tokenizer, wr
 
 
 class Language(Protocol):
-    """How text becomes tokens and tokens text."""
+    """Converts text to tokens and tokens to text."""
 
     vocabulary: int
 
@@ -24,12 +24,12 @@ class Language(Protocol):
 
 
 class Bytes:
-    """A token for each byte."""
+    """The language in which each byte is a token."""
 
     vocabulary = VOCABULARY
 
     def tokens(self, content: bytes) -> Tensor:
-        if not content:  # of which torch makes no tensor
+        if not content:  # torch makes no tensor from an empty buffer
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
@@ -41,10 +41,10 @@ class Bytes:
 
 
 class Pieces:
-    """The tokens of a tokenizer.json, by the package tokenizers.
+    """The tokens of a tokenizer.json, which the package tokenizers reads.
 
     Raises:
-        ArgumentError: there is no such file, or it is no tokenizer.
+        ArgumentError: there is no such file, or it is not a tokenizer.
         Unsupported: the package is not installed.
     """
 
@@ -68,7 +68,7 @@ class Pieces:
         return str(self._tokenizer.decode(list(tokens)))
 
     def write(self, folder: Path) -> None:
-        shutil.copyfile(self._path, folder / "tokenizer.json")  # whatever it was called
+        shutil.copyfile(self._path, folder / "tokenizer.json")  # the original may have another name
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             if (source := self._path.with_name(name)).exists():
                 shutil.copyfile(source, folder / name)
@@ -78,10 +78,10 @@ class Pieces:
 
 
 def read_language(tokenizer: str, start: str) -> Language:
-    """The tokenizer that is named, or that of the folder a run starts from, or bytes.
+    """The named tokenizer, or else that of the folder from which a run starts, or else bytes.
 
     Raises:
-        ArgumentError: there is no tokenizer where one is named, or no folder to start from.
+        ArgumentError: the named tokenizer or the folder does not exist.
     """
     if not tokenizer and not start:
         return Bytes()

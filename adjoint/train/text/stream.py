@@ -1,10 +1,11 @@
 """The order of tokens: an endless stream of documents, cut into rows, of which every step takes some.
 
-Each epoch has all documents in an order of its own. Row r of the stream is its tokens from r·T to r·T + T and one more,
-the last label. Rows are shuffled too, in blocks of as many as an epoch has, so that a long document does not fill steps
-by itself: place p of the order has row ⌊p / B⌋·B + π(p mod B). Step s has the places from s·R to s·R + R, whatever the
-number of ranks. So what a step reads is a function of the seed and its number alone, and the position of a run in its
-data is the number of its steps: a resume repeats nothing and leaves nothing out.
+Each epoch has all documents in an order of its own. Row r of the stream has the tokens from r·T to r·T + T and one more
+token, which is the last label. Rows are shuffled too, so that a long document does not fill steps by itself. They are
+shuffled in blocks of B rows, as many as an epoch has: place p of the order has row ⌊p / B⌋·B + π(p mod B). Step s has
+the places from s·R to s·R + R, whatever the number of ranks. So the data of a step depend only on the seed and on the
+step's number. The position of a run in its data is the number of its steps, so a resumed run repeats nothing and leaves
+nothing out.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ from adjoint.models.packing import IGNORED
 
 @dataclass(frozen=True)
 class Batch:
-    """Tokens and the label of each: rows that are a sequence each, [rows, T], or packed ones, [1, rows · T].
+    """Tokens and their labels: [rows, T], where each row is a sequence, or [1, rows · T], packed.
 
     Attributes:
         cu_seqlens: the bounds of packed sequences; None for rows.
@@ -37,7 +38,7 @@ class Batch:
 
     @property
     def count(self) -> int:
-        """How many labels count."""
+        """The number of labels that count."""
         return int((self.labels != IGNORED).sum())
 
     def to(self, device: torch.device) -> "Batch":
@@ -47,13 +48,13 @@ class Batch:
 
 
 class Stream:
-    """Documents in a random order of each epoch, without an end, in rows that are shuffled.
+    """An endless stream of documents in shuffled rows, with another random order of the documents in each epoch.
 
     Args:
-        documents: the tokens of each.
-        length: tokens of a row, T.
-        seed: of the order.
-        packing: whether a document sees no other in its row; otherwise a row is one sequence.
+        documents: the tokens of each document.
+        length: the number of tokens of a row, T.
+        seed: the seed of the order.
+        packing: whether each document in a row is a sequence of its own; otherwise the row is one sequence.
 
     Raises:
         ArgumentError: no document has a token to predict.
@@ -79,13 +80,13 @@ class Stream:
         self._shuffles: dict[int, list[int]] = {}
 
     def _permute(self, count: int, *numbers: int) -> list[int]:
-        """A permutation that depends on the seed and some numbers alone."""
+        """A permutation that depends only on the seed and on some numbers."""
         text = ",".join(map(str, (self._seed, *numbers)))
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
         return torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()  # type: ignore[no-any-return]
 
     def _order(self, epoch: int) -> tuple[list[int], list[int]]:
-        """The documents of an epoch in their order, and where in it each ends."""
+        """The documents of an epoch in their order, and the position at which each ends."""
         if epoch not in self._orders:
             order = self._permute(len(self.documents), 0, epoch)
             ends = list(accumulate(self.documents[index].numel() for index in order))
@@ -94,14 +95,17 @@ class Stream:
         return self._orders[epoch]
 
     def row_at(self, place: int) -> int:
-        """The row that is at a place of the shuffled order."""
+        """The number of the row at a place of the shuffled order."""
         block, index = divmod(place, self._block)
         if block not in self._shuffles:
             self._shuffles = {block: self._permute(self._block, 1, block)}
         return block * self._block + self._shuffles[block][index]
 
     def pieces(self, begin: int, count: int) -> list[tuple[int, int, int]]:
-        """The documents of so many tokens of the stream from a position on: index, first token, and how many."""
+        """The pieces of documents in `count` tokens of the stream from position `begin` on.
+
+        A piece is the index of a document, its first token, and the number of tokens.
+        """
         pieces = []
         while count:
             epoch, position = divmod(begin, self.tokens_of_epoch)
@@ -134,6 +138,6 @@ class Stream:
         return Batch(torch.cat(tokens).long().view(shape), torch.cat(labels).view(shape), bounds, rows)
 
     def _labels(self, index: int, first: int, size: int) -> Tensor:
-        """The token after each of a piece, in its document."""
+        """The label of each token of a piece: the next token in the document."""
         following = self.documents[index][first + 1 : first + size + 1].long()
         return torch.nn.functional.pad(following, (0, size - following.numel()), value=IGNORED)

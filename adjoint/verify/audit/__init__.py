@@ -24,18 +24,19 @@ def audit(
 ) -> Report:
     """Runs a model forward and backward on a batch, and compares every adjoint op in it with float64.
 
-    Each call is compared when it happens, on its own tensors: the outputs after the forward, the gradients when
-    autograd has computed them. What is kept is numbers. Parameters and their gradients stay as they are.
+    Each call is compared when it happens, on its own tensors: the outputs after the forward, and the gradients when
+    autograd has computed them. Only numbers are kept. Parameters and their gradients stay as they are.
 
     Args:
-        model: any module that calls ops of adjoint, `models.HybridLM` and patched models of transformers among them.
-        batch: what the model takes: a tensor, a tuple of arguments, or a mapping of keywords.
-        loss: makes a number of what the model returns. By default its `loss`, where it has one, or else the mean square
-            of all floating numbers that it returns.
-        max_tokens: a batch with more is cut down to whole items: see `sample`.
+        model: any module that calls ops of adjoint, for example `models.HybridLM` or a patched model of transformers.
+        batch: the model's input: a tensor, a tuple of arguments, or a mapping of keywords.
+        loss: makes a number from the model's outputs. By default this is the outputs' `loss`; if they have none, it is
+            the sum, over the floating tensors among them that have a gradient, of the mean squares.
+        max_tokens: the most tokens to compare. A longer batch is cut down to some of its items: see `sample`.
 
     Returns:
-        A report: `print(report)` shows it, `report.broken` is what is past its bound, `report.save(path)` writes it.
+        A report. `print(report)` shows it, `report.broken` lists the results past their bounds, and
+        `report.save(path)` writes it.
 
     >>> import adjoint
     >>> report = adjoint.audit(adjoint.nn.RMSNorm(8), torch.randn(4, 8))
@@ -71,7 +72,7 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _number(outputs: Any, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
-    """What is differentiated; None where a model returns nothing that has a gradient."""
+    """The number to differentiate; None if the model returns nothing that has a gradient."""
     if loss is not None:
         return loss(outputs)
     own = getattr(outputs, "loss", None)

@@ -11,15 +11,15 @@ from adjoint.verify.audit import audit
 from adjoint.verify.audit.report import Report
 
 TEXT = Path(__file__).with_name("text.txt")
-"""What is read where no text is named."""
+"""The text that is read if no other is named."""
 
 
 def audit_checkpoint(
     folder: Path, text: Path | None, max_tokens: int, dtype: torch.dtype | None, device: torch.device
 ) -> Report:
-    """The audit of a checkpoint of `HybridLM`, forward and backward, on the beginning of a text.
+    """Audits a checkpoint of `HybridLM`, forward and backward, on the beginning of a text.
 
-    Without a tokenizer.json in the folder, the bytes of the text are its tokens, as far as the vocabulary reaches.
+    Without a tokenizer.json in the folder, the tokens are the bytes of the text, modulo the size of the vocabulary.
     """
     if max_tokens < 2:
         raise ArgumentError(f"audit: --max-tokens must be 2 or more, got {max_tokens}")

@@ -9,11 +9,11 @@ from torch import Tensor
 RULES = ("gated_delta_rule", "gated_delta_step")
 
 ROUNDED = 1 + 2.0**-6
-"""The length of a key of length 1 whose numbers were rounded to bfloat16, at most."""
+"""An upper bound of the length of a key that had length 1 before its numbers were rounded to bfloat16."""
 
 
 def outside(op: str, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
-    """What is outside the domain, in words."""
+    """Sentences that say which inputs are outside the domain."""
     for name, x in inputs.items():
         if isinstance(x, Tensor) and x.is_floating_point():
             strange = ~x.isfinite()

@@ -18,8 +18,8 @@ from adjoint.ops import cases
 from adjoint.verify.audit.domain import outside
 
 DEFINITION, IN_FLOAT64 = "definition", "float64 plan"
-"""What a result is compared with: the op's definition, where it is stated for these options, or the plan in PyTorch in
-float64, which `verify` holds to the definition."""
+"""The references of a comparison: the op's definition, where it is stated for these options, or else the plan in
+PyTorch in float64, which `verify` compares with the definition."""
 
 
 @dataclass
@@ -28,10 +28,10 @@ class Entry:
 
     Attributes:
         layer: the module that made the call.
-        measured, limit, unit: the error beside what is promised; None where nothing could be compared.
-        reference: what it was compared with.
-        remarks: inputs outside the domain, results that are not finite, and why something was not compared.
-        is_finite: whether the result is.
+        measured, limit, unit: the error, its promised limit, and the unit of both; None if nothing could be compared.
+        reference: the name of the reference.
+        remarks: inputs outside the domain, results that are not finite, and reasons why something was not compared.
+        is_finite: whether the result is finite.
     """
 
     layer: str
@@ -49,7 +49,7 @@ class Entry:
 
     @property
     def share(self) -> float:
-        """Of the promised limit; 0 where nothing was measured."""
+        """The error as a share of the promised limit; 0 if nothing was measured."""
         if self.measured is None or self.limit is None:
             return 0.0
         if self.measured != self.measured:
@@ -62,7 +62,7 @@ class Entry:
 
 
 class Observer:
-    """Watches the calls that modules make, and compares each while its tensors are there. It keeps numbers alone."""
+    """Watches the calls that modules make, and compares each one while its tensors exist. It keeps only numbers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.entries: list[Entry] = []
@@ -84,7 +84,7 @@ class Observer:
     def __call__(self, op: Op, arguments: tuple[Any, ...], form: str, preference: str, run: Callable[[], Any]) -> Any:
         layer = self._layers[-1] if self._layers else ""
         overwritten = op.overwrites or (form and op.forms[form].adjoint.overwrites)
-        if overwritten:  # the comparison needs them as they were
+        if overwritten:  # the comparison needs the arguments as they were before the call
             arguments_now = tuple(x.clone() if isinstance(x, Tensor) else x for x in arguments)
         else:
             arguments_now = arguments
@@ -104,7 +104,7 @@ class Observer:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of an op: its arguments without `keep`, as they were before it ran."""
+    """A call of an op, with its arguments (without `keep`) as they were before it ran."""
 
     op: Op
     arguments: tuple[Any, ...]
@@ -147,12 +147,12 @@ class _Call:
             else:
                 truth = dict(zip(operator.outputs, self._in_float64(exact_inputs), strict=False))
             self._measure(entries, shown, truth, plan, ordered, subject)
-        except Exception as error:  # an audit says what it could not compare, and goes on
+        except Exception as error:  # the audit says what it could not compare, and goes on
             remarks.append(f"not compared: {type(error).__name__}: {error}")
         return self._finish(entries, shown, remarks, bool(remarks))
 
     def _in_float64(self, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        """All outputs of the forward, by the plan in PyTorch."""
+        """All outputs of the forward, from the plan in PyTorch."""
         operator, complete = self.op.forward, self._complete(inputs, keep=True)
         return select(operator, operator.describe(*complete), "backend=eager").execute(complete)
 
@@ -255,7 +255,7 @@ def _candidates(op: Op) -> Iterator[tuple[Subject, tuple[Any, ...]]]:
 
 
 def _subject(op: Op, inputs: tuple[Any, ...], options: tuple[Any, ...]) -> Subject | None:
-    """The subject whose definition is that of a call with these options and inputs; None where there is none."""
+    """The subject with the definition of a call with these options and inputs; None if there is none."""
     present = {name for name, x in zip(op.inputs, inputs, strict=True) if x is not None}
     return next((s for s, own in _candidates(op) if own == options and present <= {*s.inputs}), None)
 
@@ -265,7 +265,7 @@ def _any_subject(op: Op) -> Subject | None:
 
 
 def _ordered(op: Op, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The inputs as references and bounds take them: in the order of the public function."""
+    """The inputs in the order of the public function, in which references and bounds take them."""
     about = _any_subject(op)
     if about is None:
         return inputs

@@ -30,8 +30,8 @@ class Report:
     """The results of every op that a model called, in the order in which they were computed.
 
     Attributes:
-        parameters: those that are not finite, in words.
-        has_backward: whether gradients were seen: nothing of a frozen model has any.
+        parameters: sentences about parameters and buffers that are not finite.
+        has_backward: whether gradients were seen. A frozen model has none.
         loss: the number that was differentiated.
     """
 
@@ -42,22 +42,22 @@ class Report:
 
     @property
     def broken(self) -> list[Entry]:
-        """What is past its bound."""
+        """The results that are past their bounds."""
         return [entry for entry in self.entries if entry.is_broken]
 
     @property
     def suspect(self) -> list[Entry]:
-        """What has inputs outside the domain, or results that are not finite."""
+        """The results with remarks: inputs outside the domain, results that are not finite or not compared."""
         return [entry for entry in self.entries if entry.remarks]
 
     @property
     def is_sound(self) -> bool:
-        """Whether everything was compared, and is within its bound, inside the domain and finite; never of nothing."""
+        """Whether there are results, and all were compared, within their bounds, inside the domain and finite."""
         return bool(self.entries) and not (self.broken or self.suspect or self.parameters)
 
     @property
     def worst(self) -> list[Entry]:
-        """Ten: what is past its bound, then the first that is outside the domain, then by their share of the bound."""
+        """The ten worst results: first those past their bounds, then those with remarks, then by share of the bound."""
         place = {id(entry): number for number, entry in enumerate(self.entries)}
 
         def rank(entry: Entry) -> tuple[float, float]:
@@ -73,7 +73,8 @@ class Report:
         return stream.getvalue().rstrip()
 
     def show(self, console: Console, *, verbose: bool = False) -> None:
-        """A line for each op of each layer and direction; all outputs with `verbose`; the worst, with the reason."""
+        """Prints a line for each op of each layer and direction (for each output with `verbose`), and the worst results
+        with their reasons."""
         if not self.entries:
             console.print(NOTHING, highlight=False)
             return
@@ -107,7 +108,7 @@ class Report:
     # ------------------------------------------------------------------------------------------- files
 
     def as_data(self) -> dict[str, Any]:
-        """Everything, as JSON has it."""
+        """The whole report as JSON types."""
         return {
             "summary": self.summary,
             "sound": self.is_sound,
@@ -118,7 +119,7 @@ class Report:
         }
 
     def save(self, path: Path | str) -> tuple[Path, Path]:
-        """Writes the report as JSON and as a page beside it, and returns where they are."""
+        """Writes the report as JSON and as a page beside it, and returns both paths."""
         data, html = paths(Path(path))
         try:
             data.write_text(json.dumps(self.as_data(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -128,7 +129,7 @@ class Report:
         return data, html
 
     def as_page(self) -> str:
-        """One page of HTML that needs nothing else."""
+        """The report as one page of HTML that needs no other file."""
         verdict = "passed" if self.is_sound else "failed"
         words = "Every result is within its bound" if self.is_sound else "Some results need a look"
         rows = [
@@ -162,7 +163,7 @@ def _data(entry: Entry) -> dict[str, Any]:
 
 
 def _groups(entries: Iterable[Entry]) -> list[list[Entry]]:
-    """The outputs of a layer, op and direction."""
+    """Groups the results by layer, op and direction."""
     groups: dict[tuple[str, str, str], list[Entry]] = {}
     for entry in entries:
         groups.setdefault((entry.layer, entry.op, entry.direction), []).append(entry)
@@ -186,7 +187,7 @@ def _measured(entry: Entry) -> str:
 
 
 def _headroom(lines: list[Entry]) -> str:
-    """The largest share of a bound, and how many times smaller than the bound the error is."""
+    """The largest share of a bound, and the factor by which that error is smaller than its bound."""
     error, headroom = _columns(lines)
     return ", ".join(filter(None, (error, headroom)))
 
@@ -204,12 +205,12 @@ def _columns(lines: list[Entry]) -> tuple[str, str]:
 
 
 def _factor(value: float) -> str:
-    """At most five characters."""
+    """A factor in at most five characters."""
     return f"{value:.1f}" if value < 10 else f"{value:.0f}" if value < 1e5 else f"{value:.0e}".replace("e+0", "e")
 
 
 def _show_line(console: Console, lines: list[Entry], *, verbose: bool) -> None:
-    """An op of a layer in one direction, in a line of fewer than 80 columns, and beneath it what is strange."""
+    """Prints an op of a layer in one direction, in a line of fewer than 80 columns, and its remarks beneath it."""
     entry, (error, headroom) = lines[0], _columns(lines)
     style = "red" if any(x.is_broken for x in lines) else "yellow" if any(x.remarks for x in lines) else ""
     op = f"{entry.op} {entry.output}" if verbose else entry.op

@@ -8,17 +8,19 @@ import torch
 from torch import Tensor
 
 MOST_TOKENS = 4096
-"""Tokens of a batch that are compared in float64 in seconds."""
+"""The number of tokens of a batch that can be compared in float64 in seconds."""
 
 GOLDEN = (5**0.5 - 1) / 2
-"""Numbers from 0 on, in the order of the fractions of their multiples, are spread however many of them are taken."""
+"""The golden ratio's fraction. Sorted by the fractional part of n·GOLDEN, any first few of the numbers n are spread
+evenly."""
 
 
 def sample(batch: Any, max_tokens: int = MOST_TOKENS) -> Any:
-    """A batch of no more tokens, spread over the whole of it; a single item is never cut.
+    """Some items of a batch, spread over the whole of it, with no more than `max_tokens` tokens.
 
-    Items are the rows of `input_ids`, or of the first tensor with two axes or more, and of all tensors with as many
-    rows; with `cu_seqlens` they are the sequences of the only row.
+    An item is never cut, so a single longer item stays whole. Items are the rows of `input_ids`, or of the first tensor
+    with two axes or more; all tensors with as many rows are cut alike. With `cu_seqlens`, items are the sequences of
+    the only row.
     """
     named = dict(batch) if isinstance(batch, Mapping) else None
     if named is None:
@@ -39,7 +41,7 @@ def sample(batch: Any, max_tokens: int = MOST_TOKENS) -> Any:
 
 
 def _rows(first: Tensor, max_tokens: int) -> Tensor | None:
-    """Which rows are kept; None for all."""
+    """The indices of the rows to keep; None for all."""
     rows, time = first.shape[:2] if not first.is_floating_point() or first.dim() > 2 else (len(first), 1)
     count = max(1, max_tokens // max(1, time))
     if rows <= count:
@@ -54,7 +56,7 @@ def _cut(value: Any, rows: int, indices: Tensor) -> Any:
 
 
 def _packed(named: dict[str, Any], first: Tensor, max_tokens: int) -> dict[str, Any]:
-    """Sequences that fit, spread over the row, and one at least."""
+    """Sequences that fit, spread over the row; at least one."""
     bounds, time = named["cu_seqlens"].tolist(), first.shape[1]
     if bounds[-1] <= max_tokens:
         return named

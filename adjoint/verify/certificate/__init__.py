@@ -19,11 +19,11 @@ from adjoint.verify.report.tables import share_of_limit, worst
 from adjoint.verify.run import Row
 
 SCHEMA = 1
-"""Of the files, which is raised when their meaning changes."""
+"""The version of the files; it goes up when their meaning changes."""
 
 
 def describe(rows: Sequence[Row], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The certificate of a run, from its rows and what is known of it."""
+    """The certificate of a run, from its rows and the facts about it."""
     tallies = summary.tallies(rows)
     failed = sum(entry.failures for entry in tallies)
     return {
@@ -58,7 +58,7 @@ def kernel_code() -> dict[str, str]:
 
 
 def _checks(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """What was checked of each op, dtype and plan: the promise, the measurement that came closest to it, the counts."""
+    """The checks of each op, dtype and plan: the promise, the measurement that came closest to it, and the counts."""
     groups: dict[tuple[str, str, str, str], list[Row]] = {}
     for row in rows:
         if row.check != DIGEST:
@@ -73,7 +73,7 @@ def _checks(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _errors(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The largest share of its bound that the error of each output took, by op, dtype and plan."""
+    """The largest error of each output as a share of its bound, by op, dtype and plan."""
     shares: dict[tuple[str, str, str, str], tuple[float, Row]] = {}
     for row in rows:
         share = share_of_limit(row.measured) if row.check == "accuracy" else None
@@ -101,7 +101,7 @@ def _digests(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def save(certificate: Mapping[str, Any], path: Path) -> tuple[Path, Path]:
-    """Writes both files, and returns where they are."""
+    """Writes both files and returns their paths."""
     data, page = paths(path)
     try:
         data.write_text(_as_json(certificate), encoding="utf-8")
@@ -112,7 +112,7 @@ def save(certificate: Mapping[str, Any], path: Path) -> tuple[Path, Path]:
 
 
 def _as_json(certificate: Mapping[str, Any]) -> str:
-    """JSON with an entry of a list on a line."""
+    """JSON with one line for each entry of a list."""
 
     def text(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False)
@@ -135,11 +135,11 @@ _COMPARED: Mapping[str, tuple[str, ...]] = {
     "digests": ("op", "dtype", "plan", "case", "output", "bits", "digest"),
     "failures": ("op", "dtype", "plan", "check", "measured", "detail"),
 }
-"""What a comparison reads, and of each entry of a list."""
+"""The names in a file that a comparison reads, and those in each entry of a list."""
 
 
 def _is_read(name: str, value: Any) -> bool:
-    """Whether a comparison can read what a file has under a name."""
+    """Whether a comparison can read the value that a file has under a name."""
     if name in ("versions", "kernel_code"):
         return isinstance(value, dict) and all(isinstance(item, str | None) for item in value.values())
     if name == "skus":

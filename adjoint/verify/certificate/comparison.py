@@ -9,15 +9,15 @@ from rich.padding import Padding
 from rich.text import Text
 
 NOTICEABLE = 1.01
-"""The ratio of two errors from which they are shown."""
+"""Two errors are shown if their ratio is at least this."""
 
 SHOWN = 12
-"""Lines of a kind that are shown unless all are asked for."""
+"""The number of lines of each kind that are shown unless all are asked for."""
 
 
 @dataclass
 class Comparison:
-    """What differs, in sentences. What a promise forbids is in `broken`, and nothing of it anywhere else."""
+    """The differences, in sentences. Differences that a promise forbids are in `broken` and in no other list."""
 
     broken: list[str] = field(default_factory=list)
     machine: list[str] = field(default_factory=list)
@@ -28,7 +28,7 @@ class Comparison:
 
 
 def compare(one: Mapping[str, Any], other: Mapping[str, Any]) -> Comparison:
-    """What differs between two certificates."""
+    """The differences between two certificates."""
     comparison = Comparison(machine=list(_machine(one, other)))
     _compare_verdicts(comparison, one, other)
     _compare_presence(comparison, one, other)
@@ -69,7 +69,7 @@ def _compare_verdicts(comparison: Comparison, one: Mapping[str, Any], other: Map
 
 
 def _compare_presence(comparison: Comparison, one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
-    """Checks, errors and digests that only one of them has, although both ran the plan."""
+    """Finds checks, errors and digests that only one of the certificates has, although both ran the plan."""
 
     def groups(certificate: Mapping[str, Any]) -> dict[tuple[str, ...], str]:
         checks = {
@@ -101,7 +101,7 @@ def _compare_errors(comparison: Comparison, one: Mapping[str, Any], other: Mappi
 
 
 def _compare_bits(comparison: Comparison, one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
-    """Equal plans on both; and plans in PyTorch and on kernels that promise the same bits on every device."""
+    """Compares the bits of equal plans, and of PyTorch and kernel plans that promise the same bits on every device."""
     ours, theirs = ({_key(d): d for d in certificate["digests"]} for certificate in (one, other))
     is_same_machine = all(one.get(name) == other.get(name) for name in ("device", "versions", "kernel_code"))
     twins = {_stem(key): d for key, d in theirs.items() if "device_invariant" in d["bits"]}
@@ -140,7 +140,7 @@ def _stem(key: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def show(console: Console, comparison: Comparison, *, verbose: bool) -> None:
-    """What differs, the first on the left and the second on the right of each bar."""
+    """Prints the differences, with the first certificate to the left of each bar and the second to the right."""
     titles = {
         "machine": "The machines",
         "errors": "Errors",

@@ -9,7 +9,7 @@ _WORDS = {"passed": "Every check passed", "failed": "Some checks FAILED", "unfin
 
 
 def certificate_page(certificate: Mapping[str, Any]) -> str:
-    """A certificate for a person to read."""
+    """A certificate as a page of HTML, for a person to read."""
     verdict, failed = certificate["verdict"], certificate["failed"]
     facts = {
         "device": certificate["device"],

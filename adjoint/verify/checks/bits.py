@@ -15,7 +15,7 @@ from adjoint.verify.checks.guarded import Guarded
 from adjoint.verify.run import Evaluation, Forward, Row, as_tuple, differentiate, directions_of, evaluate, gradients_of
 
 NOTHING = "nothing was compared"
-"""What is wrong with a check that compared no result: it can hold nothing."""
+"""The failure of a check that compared no result, and so showed nothing."""
 
 
 class BitComparison:
@@ -40,7 +40,7 @@ class BitComparison:
     def evaluations(
         self, applies: Callable[[Evaluation], bool] = lambda evaluation: True, most: int | None = None
     ) -> Iterator[tuple[str, Evaluation]]:
-        """The names and evaluations of the first cases, all by default, to which the check applies."""
+        """The names and evaluations of the cases to which the check applies, among the first `most` cases."""
         for case in self.subject.cases[:most]:
             evaluation = evaluate(self.subject, case, self.dtype, self.device, self.preference)
             if applies(evaluation):
@@ -55,7 +55,7 @@ class BitComparison:
             self.hold(same_bits(a, b), f"{what}: result {index} differs")
 
     def hold(self, right: bool, otherwise: str) -> None:
-        """Counts one comparison."""
+        """Counts one comparison, and notes what is wrong if it failed."""
         self.count += 1
         self.wrong += [] if right else [otherwise]
 
@@ -66,12 +66,12 @@ class BitComparison:
         return Row(*where, self.promise, measured, not detail, detail, tuple(self.skus))
 
     def rows(self) -> list[Row]:
-        """None where the check applies to no case, because nothing is promised."""
+        """The row in a list; an empty list if the check applies to no case, because nothing is promised."""
         return [self.row()] if self.plan else []
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal bit for bit, NaNs of any payload counted equal."""
+    """Whether two tensors are equal bit for bit; NaNs with different payloads count as equal."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not a.is_floating_point():
@@ -86,7 +86,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def repeats(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
-    """Where it is promised, the same inputs give the same bits, on a GPU while another stream keeps it busy."""
+    """The same inputs give the same bits, where this is promised; on a GPU while another stream keeps it busy."""
     comparison = BitComparison(subject, dtype, device, preference, "repeats", "repeatable")
     is_gpu = device.type == "cuda"
     if is_gpu:
@@ -104,7 +104,7 @@ def repeats(subject: Subject, dtype: torch.dtype, device: torch.device, preferen
 def invariance(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
     """An item's bits do not depend on its batch, its alignment, its strides or the upstream's layout.
 
-    Checked for each result that promises it; the others are not looked at.
+    The check compares only the results that promise it.
     """
     comparison = BitComparison(subject, dtype, device, preference, "batch invariance", "batch_invariant")
 
@@ -137,17 +137,17 @@ def invariance(subject: Subject, dtype: torch.dtype, device: torch.device, prefe
 
 
 def _with_promise(results: tuple[Tensor, ...], promised: list[bool]) -> tuple[Tensor, ...]:
-    """The results of a direction, without those that promise nothing: zeros in their place; none where none does."""
+    """The results of a direction, with zeros in place of those that promise nothing; none if no result promises it."""
     if not any(promised):
         return ()
     return tuple(t if has_promise else torch.zeros_like(t) for t, has_promise in zip(results, promised, strict=True))
 
 
 def devices(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
-    """Where every result promises the same bits on every device, they are those of PyTorch on the CPU.
+    """Results that all promise the same bits on every device have the bits of PyTorch on the CPU.
 
-    The other side is the eager plan that makes the same promise, under the same name where one is asked for
-    ("triton.sequential", "eager.sequential"); if there is none, nobody can keep it.
+    They are compared with the eager plan that makes the same promise. If a plan is asked for by name, the eager plan
+    has the same name ("triton.sequential", "eager.sequential"). If there is no such plan, the check fails.
     """
     comparison = BitComparison(subject, dtype, device, preference, "device invariance", "device_invariant")
     eager = eager_twin(preference)
@@ -158,23 +158,23 @@ def devices(subject: Subject, dtype: torch.dtype, device: torch.device, preferen
 
 
 def eager_twin(preference: Preference) -> Preference:
-    """The plan in PyTorch that has the same bits: under the same name, where one is asked for."""
+    """The preference for the plan in PyTorch with the same bits; with the same name if a plan is asked for by name."""
     named = preference.plan and preference.plan.replace("triton.", "eager.")
     return Preference(backend="eager", plan=named, device_invariant=True)
 
 
 def _shifted(tensor: Tensor) -> Tensor:
-    """A contiguous copy that starts one element into its memory."""
+    """A contiguous copy that begins one element behind the start of its memory."""
     memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
     memory[1:].copy_(tensor.reshape(-1))
     return memory[1:].view(tensor.shape)
 
 
 def upstreams(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
-    """Gradients are right for expanded and transposed upstreams, and when some inputs need none.
+    """Gradients are right for expanded and transposed upstream gradients, and if only one input needs a gradient.
 
-    Bits are compared where the plan promises them for any strides; elsewhere each gradient asked for
-    alone is compared with the same gradient among all.
+    Layouts of upstream gradients are compared where the plan promises the same bits for any strides. For every plan,
+    each gradient that is computed alone is compared with the same gradient among all.
     """
     promise = "any upstream, any set of gradients"
     comparison = BitComparison(subject, dtype, device, preference, "upstream layouts", promise)
@@ -221,7 +221,7 @@ def schedules(subject: Subject, dtype: torch.dtype, device: torch.device, prefer
 
 
 def _run_the_same(first: Plan, second: Plan) -> bool:
-    """Whether kernels differ in their warps or stages alone, which the interpreter does not have."""
+    """Whether the kernels of two plans differ only in their warps or stages, which the interpreter does not have."""
     same, apart = (
         [[take(launch) for launch in plan.launches] for plan in (first, second)]
         for take in (
@@ -240,8 +240,8 @@ def _has_schedule(evaluation: Evaluation) -> bool:
 def _another(parameter: str, value: int, doubles: bool) -> int:
     """Another value of a schedule parameter: twice or half as much.
 
-    Of the depth of a pipeline, its neighbour: twice as many stages may not fit into shared memory, and rings have two
-    at least.
+    The number of stages of a pipeline changes only by one, because twice as many may not fit into shared memory, and a
+    ring has at least two.
     """
     if parameter.endswith("stages"):
         return value - 1 if value > 2 else value + 1
@@ -249,7 +249,7 @@ def _another(parameter: str, value: int, doubles: bool) -> int:
 
 
 def poison(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
-    """Every element of every output is written, none is read first, and nothing beside them is touched."""
+    """Every element of every output is written and none is read before that; no other memory is written."""
     promise = "writes its outputs, all of them and nothing else"
     comparison = BitComparison(subject, dtype, device, preference, "poison", promise)
     for name, base in comparison.evaluations():

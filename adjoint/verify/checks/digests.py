@@ -10,11 +10,11 @@ from adjoint.core.preference import Preference
 from adjoint.verify.run import Row, evaluate
 
 CHECK = "digest"
-"""As rows name it."""
+"""The name of the check in rows."""
 
 
 def digest(*tensors: Tensor | None) -> str:
-    """Of shapes, dtypes and bits; NaNs of any payload count as one."""
+    """A digest of shapes, dtypes and bits; all NaNs count as one, whatever their payload."""
     whole = hashlib.sha256()
     for tensor in tensors:
         if tensor is None:
@@ -29,7 +29,7 @@ def digest(*tensors: Tensor | None) -> str:
 
 
 def digests(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
-    """A row for every result of every case, and one for the inputs that they were computed from."""
+    """A row for every result of every case, and one for the inputs of each case."""
     rows = []
     for case in subject.cases:
         evaluation = evaluate(subject, case, dtype, device, preference)

@@ -18,14 +18,14 @@ from adjoint.verify.checks.numerics import case_of
 from adjoint.verify.run import Evaluation, Row, as_tuple, evaluate
 
 OFFSETS = (64, 65)
-"""Where memory that a form writes to begins: an aligned address, and one that is not."""
+"""The offsets at which the memory that a form writes to begins: an aligned address, and an unaligned one."""
 
 
 def forms(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
-    """Every other form gives the bits of the plain one, again and again, and touches no memory but what it writes to.
+    """Every other form gives the bits of the plain form, on repetition too, and writes to no memory but its own.
 
-    A form that adds to what is there is within its error statement instead; and where it promises the same bits on
-    every device, they are those of PyTorch on the CPU.
+    A form that adds to existing numbers is within its error statement instead. Where it promises the same bits on every
+    device, they are those of PyTorch on the CPU.
     """
     rows = []
     for form in subject.forms:
@@ -41,7 +41,7 @@ def forms(subject: Subject, dtype: torch.dtype, device: torch.device, preference
 
 
 def cases_of(subject: Subject, dtype: torch.dtype) -> Iterator[Case]:
-    """Those of the subject, and its special values."""
+    """The cases of the subject, and cases of its special values."""
     yield from subject.cases
     yield from (case_of(special) for special in subject.specials if not special.dtypes or dtype in special.dtypes)
 
@@ -63,7 +63,7 @@ def _compare(comparison: BitComparison, form: Form, case: Case, evaluation: Eval
 def _compare_sums(
     comparison: BitComparison, form: Form, case: Case, evaluation: Evaluation, results: tuple[Tensor, ...]
 ) -> None:
-    """Results that were added to what was there, beside their error statements and beside PyTorch on the CPU."""
+    """Compares results that were added to existing numbers with their error statements and with PyTorch on the CPU."""
     assert form.exact is not None
     promises = promises_of(form, evaluation.subject, evaluation.inputs, evaluation.preference)
     keywords = _widened(form.keywords(evaluation.inputs))
@@ -87,7 +87,7 @@ def _widened(keywords: Mapping[str, Any]) -> dict[str, Any]:
 def _run(
     form: Form, evaluation: Evaluation, preference: Preference, offset: int
 ) -> tuple[tuple[Tensor, ...], list[Guarded]]:
-    """The results of a form, and the memory that it writes to, which is its own."""
+    """The results of a form, and the guarded memory that was allocated for it to write to."""
     subject, guarded = evaluation.subject, []
 
     def own(value: Any) -> Any:
@@ -115,13 +115,13 @@ def _run(
 
 
 def call_of(form: Form, subject: Subject, inputs: Inputs) -> Call:
-    """The operators and arguments that a call in another form amounts to."""
+    """The operators that a call in another form runs, with their arguments."""
     positional, named = subject.arguments(inputs)
     return bind(subject.function, *positional, **named, **form.keywords(inputs))
 
 
 def promises_of(form: Form, subject: Subject, inputs: Inputs, preference: Preference) -> dict[str, Guarantee]:
-    """What a form's results promise, by the names that the plain form gives them."""
+    """The promises of a form's results, by the names that the results have in the plain form."""
     call, text = call_of(form, subject, inputs), resolve(preference)
     stated: dict[str, Guarantee] = {}
     device = next(x.device for x in inputs if x is not None)

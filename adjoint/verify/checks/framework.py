@@ -22,9 +22,9 @@ from adjoint.verify.run import Evaluation, Row, as_tuple, directions_of, evaluat
 
 SIZES = tuple(range(1, 51))
 FEWER_SIZES = (1, 2, 5, 16, 33)
-"""In the interpreter, where a size costs seconds."""
+"""The sizes for the interpreter, where each one costs seconds."""
 DYNAMIC_SHAPES = (False, True)
-"""Whether the shapes that are compiled for are: both."""
+"""Both values of torch.compile's `dynamic`."""
 
 
 def first_of_each_plan(
@@ -46,14 +46,14 @@ def _kernels_of(plan: Plan) -> frozenset[str]:
 def _results(
     subject: Subject, function: Callable[..., Any], inputs: Inputs, upstream: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """Outputs and all gradients of a function that takes what a subject does."""
+    """The outputs and all gradients of a function that takes the inputs of a subject."""
     own = subject.leaves(inputs)
     outputs = as_tuple(function(*own))
     return (*outputs, *torch.autograd.grad(outputs, subject.differentiable(own), upstream))
 
 
 def _are_equal(results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
-    """Whether results have the bits expected, of which there are some: a comparison of nothing holds nothing."""
+    """Whether results have the expected bits; False if there are no results, because then nothing was compared."""
     return 0 < len(results) == len(expected) and all(map(same_bits, results, expected))
 
 
@@ -81,7 +81,8 @@ def compilation(
 ) -> list[Row]:
     """`torch.compile(fullgraph=True)`, with static and dynamic shapes, gives the bits of eager mode.
 
-    The first case has two sizes; that of another plan has its own, as another size might have another plan.
+    The first case is compiled for two sizes. The case of another plan keeps its size, because another size might have
+    another plan.
     """
     rows = []
     for number, case in enumerate(first_of_each_plan(subject, dtype, device, preference)):
@@ -106,7 +107,7 @@ def compilation(
 
 
 def modes(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
-    """inference_mode, no_grad, checkpointing, offload hooks and threads change nothing; autocast what is stated."""
+    """Modes, checkpointing, offload hooks and threads change nothing; autocast does what the op states."""
     return [
         _in_modes(evaluate(subject, case, dtype, device, preference), dtype, device)
         for case in first_of_each_plan(subject, dtype, device, preference)
@@ -136,7 +137,7 @@ def _in_modes(base: Evaluation, dtype: torch.dtype, device: torch.device) -> Row
 
     compare("checkpoint", _results(subject, recomputed, base.inputs, base.upstream), base.results)
 
-    if kernels.interpreting():  # Triton's interpreter is not made for threads
+    if kernels.interpreting():  # Triton's interpreter does not support threads
         return base.row("modes", dtype, "changes nothing", wrong=wrong)
     evaluations: list[Evaluation] = []
     workers = [threading.Thread(target=lambda: evaluations.append(base.again())) for _ in range(4)]
@@ -152,7 +153,10 @@ def _in_modes(base: Evaluation, dtype: torch.dtype, device: torch.device) -> Row
 
 
 def _can_be_cast(base: Evaluation, low: torch.dtype) -> bool:
-    """Whether inputs that autocast leaves alone, such as gates, go with those it casts: no other 16-bit type does."""
+    """Whether the op takes cast inputs beside those that autocast leaves alone, such as gates.
+
+    It does not if one of the latter has another 16-bit type.
+    """
     alone = [
         x.dtype
         for name, x in zip(base.subject.inputs, base.inputs, strict=True)
@@ -164,7 +168,7 @@ def _can_be_cast(base: Evaluation, low: torch.dtype) -> bool:
 def _autocast(
     base: Evaluation, device: torch.device, low: torch.dtype
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Results under autocast to a dtype, and what they must be: those for inputs that were cast where the op casts."""
+    """Results under autocast to a dtype, and the expected ones: those for inputs that were cast as the op does it."""
     subject, preference = base.subject, base.preference
     named = zip(subject.inputs, base.inputs, strict=True)
     inputs = tuple(t.to(low) if t is not None and name in subject.autocast else t for name, t in named)
@@ -179,9 +183,9 @@ def _autocast(
 
 
 def recompilation(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
-    """After one call, other sizes, fifty of them, compile no kernel."""
+    """After one call, calls with other sizes compile no kernel: fifty sizes, fewer in the interpreter."""
     base = evaluate(subject, subject.cases[0], dtype, device, preference)
-    forget()  # else what was compiled for another check would serve
+    forget()  # otherwise the kernels that another check has compiled would serve
     base.again()
     before = kernels.compilations()
     sizes = FEWER_SIZES if kernels.interpreting() else SIZES
@@ -193,7 +197,10 @@ def recompilation(subject: Subject, dtype: torch.dtype, device: torch.device, pr
 
 
 def streams(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
-    """The op runs on the current stream: work queued before it on that stream is seen, work after it sees it."""
+    """The op runs on the current stream: it sees the results of earlier work there, and later work sees its results.
+
+    It gives the same bits on every GPU of the machine.
+    """
     return [
         _on_streams(evaluate(subject, case, dtype, device, preference), dtype, device)
         for case in first_of_each_plan(subject, dtype, device, preference)
@@ -230,10 +237,10 @@ def _copy(targets: Inputs, sources: Inputs) -> None:
 
 
 def _recording_refused(side: directions.Bound) -> str:
-    """What is wrong where a plan that waits is recorded: it must be refused by name."""
+    """Tries to record a plan that waits, which must be refused by name; says what is wrong, or nothing."""
     try:
         with warnings.catch_warnings(), torch.cuda.graph(torch.cuda.CUDAGraph()):
-            warnings.simplefilter("ignore")  # of the graph, which is empty
+            warnings.simplefilter("ignore")  # torch warns that the graph is empty
             side.run()
     except Unsupported as error:
         return "" if side.plan.name in str(error) else f"the refusal does not name {side.plan.name}: {error}"
@@ -241,7 +248,7 @@ def _recording_refused(side: directions.Bound) -> str:
 
 
 def capture(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
-    """Recorded in a CUDA graph and replayed on new data: equal to eager mode, and nothing is allocated."""
+    """A replay of a CUDA graph on new data equals eager mode, and nothing is allocated while it is recorded."""
     return [
         _captured([evaluate(subject, case, dtype, device, preference, seed) for seed in (1, 2)], dtype, device)
         for case in first_of_each_plan(subject, dtype, device, preference)
@@ -260,7 +267,7 @@ def _captured(data_of: list[Evaluation], dtype: torch.dtype, device: torch.devic
     if forward.plan.waits or backward.plan.waits:
         wrong = [text for side in (forward, backward) if side.plan.waits and (text := _recording_refused(side))]
         return first.row("CUDA graph", dtype, "refused by name: it waits", wrong=wrong)
-    for _ in range(2):  # the vendor's library allocates its workspace when it first meets a stream: again, to see
+    for _ in range(2):  # twice, because a vendor's library allocates its workspace on its first use of a stream
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             before = torch.cuda.memory_stats(device)["allocation.all.allocated"]

@@ -10,9 +10,9 @@ CANARY = 7.25
 
 
 class Guarded:
-    """A tensor full of poison in memory full of canaries, with the shape and strides of another one.
+    """A tensor filled with poison, surrounded by canaries, with the shape and strides of another tensor.
 
-    Strides under which elements share memory are not kept: the tensor is contiguous then.
+    If the strides let elements share memory, the tensor is contiguous instead.
     """
 
     def __init__(self, like: Tensor, offset: int) -> None:
@@ -33,5 +33,5 @@ class Guarded:
         return guarded
 
     def is_intact(self) -> bool:
-        """Whether every canary is there."""
+        """Whether no canary was overwritten."""
         return bool((self._memory[self._is_outside] == self._canary).all())

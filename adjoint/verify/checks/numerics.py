@@ -16,7 +16,7 @@ from adjoint.verify.checks.bits import NOTHING
 from adjoint.verify.run import Comparison, Row, as_tuple, compare, evaluate, generator, plan_of
 
 SPECIAL_COPIES = 19
-"""More than one vector of every type, and a ragged end."""
+"""The number of copies of a special value: more than one vector of every type, and a partial one at the end."""
 
 
 def accuracy(
@@ -27,8 +27,10 @@ def accuracy(
     cases: Iterable[Case] | None = None,
     check: str = "accuracy",
 ) -> list[Row]:
-    """Every output and gradient of every case, by default of the subject's, is inside its stated bound, and no further
-    off than was recorded."""
+    """Every output and gradient is within its stated bound, and its error is no larger than was recorded.
+
+    With `cases`, only these cases are checked, and only against the bound; by default, all cases of the subject are.
+    """
     rows: list[Row] = []
     samples: dict[figures.Place, dict[str, figures.Sample]] = {}
     row_of: dict[figures.Place, Callable[..., Row]] = {}
@@ -45,7 +47,7 @@ def accuracy(
         for about, guarantee, name, error in measured:
             wrong = [] if error.holds else [f"case {case.name!r}, output {name}"]
             rows.append(evaluation.row(about, dtype, guarantee, f"{name}: {error}", wrong))
-    if dtype == torch.float64:  # whose reference rounds as much as it does
+    if dtype == torch.float64:  # it has no figures, because the reference rounds as much as the results
         return rows
     again = figures.drawing(subject, dtype, device, preference)
     by_name = {place.case: first for place, first in samples.items()}
@@ -57,24 +59,24 @@ def accuracy(
 
 
 RECORDED = "recorded errors"
-"""The check that compares errors with figures, as rows name it."""
+"""The name in rows of the check that compares errors with figures."""
 
 AS_RECORDED, CEILING = "no more than was recorded", "within the ceiling of all cases"
-"""What it holds them to: the figure of a case, or the ceiling that a plan states."""
+"""The limits of that check: the figure of a case, or the ceiling that a plan states."""
 
 NO_FIGURE = "no figure of this machine"
-"""What rows say where nothing was recorded."""
+"""The words of a row for which nothing was recorded."""
 
 
 def _ceilings(comparisons: Iterable[Comparison]) -> Iterator[tuple[str, Measurement]]:
-    """Norm-relative errors beside the ceiling that a plan states for the op's cases."""
+    """The norm-relative errors, with the ceiling that a plan states for the op's cases."""
     for x in comparisons:
         if x.guarantee.recorded is not None:
             yield x.name, x.guarantee.recorded.measure(x.result, x.exact)
 
 
 def _verdicts(place: figures.Place, errors: Mapping[str, figures.Error]) -> Iterator[tuple[str, str, list[str]]]:
-    """What is promised, measured and wrong of each output that has a figure, or should have."""
+    """The limit, the measurement and the failures of each output that has a figure, or should have one."""
     recorded = figures.recorded(place) or {}
     for output, error in errors.items():
         measured = f"{output}: {NO_FIGURE}"
@@ -87,7 +89,7 @@ def _verdicts(place: figures.Place, errors: Mapping[str, figures.Error]) -> Iter
 
 
 def specials(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
-    """Special values give what is stated, signs of zeros included, in every position of a tile."""
+    """Special values give the stated results, including signs of zeros, in every position of a tile."""
     rows = []
     for special in subject.specials:
         if special.dtypes and dtype not in special.dtypes:
@@ -107,7 +109,7 @@ def specials(subject: Subject, dtype: torch.dtype, device: torch.device, prefere
 
 
 def case_of(special: Special) -> Case:
-    """Copies of a special value."""
+    """A case of copies of a special value."""
 
     def make(dtype: torch.dtype, device: torch.device, source: torch.Generator) -> Inputs:
         return tuple(torch.full((SPECIAL_COPIES,), value, dtype=dtype, device=device) for value in special.inputs)
@@ -122,16 +124,20 @@ def _same(value: float, expected: float) -> bool:
 
 
 WIDER = {2: torch.float32, 4: torch.float64}
-"""What results are compared with, by the bytes of a dtype."""
+"""The type whose results are the comparison, by the bytes of a dtype."""
 
 SLACK = {2: 2.0**-13, 4: 2.0**-40}
-"""Of the largest result: what sums in the wider type may lose, and far less than another rounding to the narrow one."""
+"""The share of the largest result that sums in the wider type may lose. It is far less than the error of one more
+rounding to the narrow type."""
 
 
 def arithmetic(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
-    """Of 16-bit inputs, results that are stated to be rounded once, or only copied, are those of float32 on the same
-    numbers, rounded once if they are stated to be: neither the accumulator nor anything between has 16 bits. Of float32
-    inputs likewise, where the accumulator is stated to be float64."""
+    """Results that are stated to be rounded at most once equal those of a wider type for the same numbers, rounded.
+
+    For 16-bit inputs the wider type is float32. This shows that neither the accumulator nor any intermediate result has
+    16 bits. For float32 inputs the wider type is float64, and the check applies where a plan states that its
+    accumulator is float64.
+    """
     wider, narrowest = WIDER.get(dtype.itemsize), "float32" if dtype.itemsize == 2 else "float64"
     if wider is None:
         return []
@@ -168,20 +174,20 @@ def arithmetic(subject: Subject, dtype: torch.dtype, device: torch.device, prefe
 
 
 def _promises_float64(subject: Subject, case: Case, device: torch.device, preference: Preference) -> bool:
-    """Whether a plan states that it adds what float32 inputs give in float64."""
+    """Whether a plan states that it accumulates in float64 for float32 inputs."""
     chosen = plan_of(subject, case.make(torch.float32, device, generator()), preference)
     sides = (chosen, chosen.adjoint)
     return any(p.accumulator == "float64" for side in sides if side is not None for p in side.guarantee.values())
 
 
 def _widened(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """What gives floating tensors up to a dtype's size the wider one."""
+    """A function that converts floating tensors of at most a dtype's size to the wider type."""
     most, wider = dtype.itemsize, WIDER[dtype.itemsize]
     return lambda tensor: tensor.to(wider) if tensor.is_floating_point() and tensor.itemsize <= most else tensor
 
 
 def mistakes(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
-    """Plausible wrong answers fail the accuracy check: a check that cannot fail proves nothing."""
+    """Plausible wrong answers fail the accuracy check. A check that cannot fail proves nothing."""
     case = max(subject.cases, key=lambda c: _elements(c.make(dtype, torch.device("cpu"), generator())))
     evaluation = evaluate(subject, case, dtype, device, preference)
     right = [comparison.with_bound() for comparison in compare(evaluation)] if subject.mistakes else []
@@ -204,7 +210,7 @@ def mistakes(subject: Subject, dtype: torch.dtype, device: torch.device, prefere
 
 
 def gradients(subject: Subject, dtype: torch.dtype, device: torch.device, preference: Preference) -> list[Row]:
-    """Finite differences, for which the dtype is float64, agree with the op's gradient and with no mistaken one."""
+    """Finite differences agree with the op's gradient and with no wrong one. The dtype must be float64."""
     case = next(c for c in subject.cases if 0 < _elements(c.make(dtype, device, generator())) <= 1000)
     evaluation = evaluate(subject, case, dtype, device, preference)
     plain = each(lambda t: t * 0.1 if t.is_floating_point() else t, case.make(dtype, device, generator()))
@@ -219,15 +225,15 @@ def gradients(subject: Subject, dtype: torch.dtype, device: torch.device, prefer
         fast_mode=False,
     )
     rows = [row("op agrees", agrees_with_op, "gradcheck disagrees with the op's gradient")]
-    # 1, 2, 3, 1, …: outputs whose sum is constant, such as shares of a whole, have no gradient where all are equal; and
-    # sums of small whole numbers are exact in narrow types, which differences are too coarse to tell from wide ones.
+    # 1, 2, 3, 1, …, because outputs whose sum is constant, such as shares, have no gradient if all weights are equal.
+    # Small integers, because their sums are exact in narrow types too, whose errors finite differences could not see.
     upstream = tuple(
         (torch.arange(o.numel(), device=o.device) % 3 + 1).to(o.dtype).view(o.shape) for o in subject.reference(*plain)
     )
     slopes = _central_differences(subject, plain, upstream)
 
     def agrees(answer: Answers) -> bool:
-        # Central differences: truncation of step²/6 and cancellation of 2⁻⁵³·|sum|/step, together below 1e-7 here.
+        # Central differences lose step²/6 by truncation and 2⁻⁵³·|sum|/step by cancellation, together below 1e-7 here.
         pairs = list(zip(answer[1], slopes, strict=True))
         return bool(pairs) and all((a - n).norm() <= 1e-6 * (1 + n.norm()) for a, n in pairs)
 
@@ -242,13 +248,13 @@ def gradients(subject: Subject, dtype: torch.dtype, device: torch.device, prefer
 
 
 def _elements(inputs: Inputs) -> int:
-    """The elements of all inputs; 0 where one of them is empty."""
+    """The number of elements of all inputs; 0 if one of them is empty."""
     sizes = [tensor.numel() for tensor in inputs if tensor is not None]
     return sum(sizes) if all(sizes) else 0
 
 
 def _central_differences(subject: Subject, inputs: Inputs, upstream: tuple[Tensor, ...]) -> list[Tensor]:
-    """The gradient of Σ upstream·output of the reference, an element of a floating input at a time."""
+    """The gradient of Σ upstream·output of the reference, computed for one element of a floating input at a time."""
     step = 1e-6
 
     def slope(index: int, position: int) -> float:

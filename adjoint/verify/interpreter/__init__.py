@@ -45,7 +45,7 @@ LAST_VERSION_WITH_FAULT = (3, 9)
 
 
 def correct() -> None:
-    """Applies everything below in this process, if it is one in which Triton interprets its kernels."""
+    """Applies all corrections in this process, if Triton interprets its kernels here."""
     if kernels.interpreting():
         correct_bfloat16()
         convert_one_element()
@@ -60,19 +60,19 @@ def correct() -> None:
 
 
 def widen(bits: np.ndarray) -> np.ndarray:
-    """bfloat16 bit patterns as float32 values: exact."""
+    """Converts bfloat16 bit patterns to float32 values, exactly."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def narrow(values: np.ndarray) -> np.ndarray:
-    """float32 values as bfloat16 bit patterns, rounded to nearest, ties to even; NaN stays NaN."""
+    """Converts float32 values to bfloat16 bit patterns, rounded to nearest, ties to even; NaN stays NaN."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype(np.uint16)
 
 
 def correct_bfloat16() -> bool:
-    """Applies the correction in this process; returns whether this version of Triton needs it."""
+    """Corrects bfloat16 in this process, and returns whether this version of Triton needs the correction."""
     import triton
     import triton.language as tl
     from triton.runtime import interpreter
@@ -118,7 +118,7 @@ def correct_bfloat16() -> bool:
 
 
 def convert_one_element() -> None:
-    """Arrays of one element serve as integers in this process, whatever version of numpy there is."""
+    """Lets the interpreter convert arrays of one element to integers, with every version of numpy."""
     from triton.runtime import interpreter
 
     original = interpreter._patch_lang_tensor
@@ -134,7 +134,7 @@ def convert_one_element() -> None:
 
 
 def replace_sorts() -> None:
-    """Integers are sorted by numpy in this process, with the result that Triton's networks give."""
+    """Lets numpy sort integers in this process, with the same result as Triton's sorting networks."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -158,7 +158,7 @@ def replace_sorts() -> None:
         return call
 
     def plain(value: Any) -> Any:
-        return getattr(value, "value", value)  # of a constexpr
+        return getattr(value, "value", value)  # the value of a constexpr
 
     tl.sort = replacement(
         tl.sort, lambda x, dim=None, descending=False: ordered(x, x.shape[-1], bool(plain(descending)))
@@ -167,7 +167,7 @@ def replace_sorts() -> None:
 
 
 def remember_lookups() -> None:
-    """What the interpreter looks up again and again, the names it replaces and numpy's types, it looks up once."""
+    """Lets the interpreter look up only once which names it replaces, and which types of numpy it uses."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -185,7 +185,7 @@ def remember_lookups() -> None:
             seen[function] = languages
         scope = interpreter._LangPatchScope()
         if languages and not any(tl.core.is_builtin(language.load) for language in languages):
-            return scope  # a function called by another: all is in place
+            return scope  # another function called this one, and everything is in place
         if languages not in remembered:
             scope = original(function)
             semantic = interpreter.interpreter_semantic
@@ -202,7 +202,7 @@ def remember_lookups() -> None:
     types: dict[str, Any] = {}
 
     def numpy_type(kind: Any) -> Any:
-        name = kind.scalar.name  # of an element, where it is a block
+        name = kind.scalar.name  # for a block, the name of its elements' type
         numpy_kind = types.get(name)
         if numpy_kind is None:
             numpy_kind = types[name] = look_up(kind)
@@ -212,7 +212,7 @@ def remember_lookups() -> None:
 
 
 def remember_shapes() -> None:
-    """The shape of a block, its number of elements, and both as a value shows them, are made once for each shape."""
+    """Makes the shape of a block, its number of elements, and the values that show both only once for each shape."""
     import triton.language as tl
     from triton.language.semantic import TritonSemantic
 
@@ -221,12 +221,12 @@ def remember_shapes() -> None:
     of_block, of_value = {"element_ty", "shape", "numel", "name"}, {"handle", "shape", "numel", "type", "dtype"}
     scalar, pair = value(None, tl.int32), block(tl.int32, [2])
     if getattr(make_block, "remembers", False) or vars(scalar).keys() != of_value or vars(pair).keys() != of_block:
-        return  # done; or a version that makes what is not known here
+        return  # it was done already, or this version has attributes that are not known here
     shapes: dict[tuple[Any, ...], tuple[Any, int, str, Any, Any]] = {}
 
     def plain(size: Any) -> Any:
         size = tl.core._unwrap_if_constexpr(size)
-        return size if type(size) is int else repr(size)  # 2.0 is not 2, and an error
+        return size if type(size) is int else repr(size)  # 2.0 is an error and must not share a key with 2
 
     def remembering_block(self: Any, element: Any, shape: Any) -> None:
         sizes = tuple([size if type(size) is int else plain(size) for size in shape])
@@ -248,7 +248,7 @@ def remember_shapes() -> None:
     common: dict[tuple[int, int], Any] = {}
 
     def broadcast_others(self: Any, left: Any, right: Any) -> Any:
-        """Blocks of one shape, and two scalars, are what they would be broadcast to; a scalar takes a block's shape."""
+        """Broadcasts two values. Blocks of one shape and two scalars stay; a scalar takes the shape of a block."""
         own, other = left.type, right.type
         if own.is_block():
             if not other.is_block():
@@ -256,7 +256,7 @@ def remember_shapes() -> None:
                 return left, self.tensor(self.builder.create_splat(kind, right.handle), kind)
             if own.shape is other.shape:
                 return left, right
-            pair = id(own.shape), id(other.shape)  # of shapes that are kept: see above
+            pair = id(own.shape), id(other.shape)  # identities are keys here, because `shapes` keeps all shapes alive
             shape = common.get(pair)
             if shape is None:
                 wide, across = broadcast(self, left, right)
@@ -281,7 +281,7 @@ def remember_shapes() -> None:
 
 
 def skip_unreported_checks() -> None:
-    """Overflow of integers is checked where the outcome is reported: with the option `debug`, which is off here."""
+    """Checks integers for overflow only where the result is reported: with the option `debug`, which is off here."""
     from triton.language.semantic import TritonSemantic
 
     check = TritonSemantic.binary_op_sanitize_overflow_impl

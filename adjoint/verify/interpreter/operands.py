@@ -8,21 +8,21 @@ there, but not the result: where nothing is remembered yet, Triton's own functio
 from typing import Any
 
 MOST = 4096
-"""So many constants are remembered; then all are forgotten."""
+"""The most constants that are remembered; then all are forgotten."""
 
 INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 ALWAYS_OWN = frozenset(("int1", *INTEGERS, "fp32", "fp64"))
-"""Types whose operations have the same type; those of 16-bit floats are divided in float32."""
+"""Types whose operations have the same type. 16-bit floats are not among them, because they are divided in float32."""
 
 
 def remember_operands() -> None:
-    """Operands of one type stay as they are, and a number beside a tensor becomes a constant once."""
+    """Keeps operands of one type as they are, and makes the constant for a number beside a tensor only once."""
     import triton.language as tl
     from triton.language.semantic import TritonSemantic
 
     settle, make_constant = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.scalar_constant
     if getattr(settle, "remembers", False) or not getattr(tl.block_type.__init__, "remembers", False):
-        return  # shapes are told apart by what `remember_shapes` keeps
+        return  # keys contain identities of shapes, which only `remember_shapes` makes unique
     value, numbers = tl.tensor, (int, float, bool)
     promote = TritonSemantic.computation_type_impl
     constants: dict[tuple[Any, ...], Any] = {}
@@ -86,7 +86,7 @@ def remember_operands() -> None:
 
 
 def compare_types_by_identity() -> None:
-    """A type is equal to itself, whatever it is called."""
+    """Lets a type be equal to itself without a comparison of names."""
     import triton.language as tl
 
     equal = tl.dtype.__eq__
@@ -108,7 +108,7 @@ CONVERSIONS = {
 
 
 def convert_at_once() -> None:
-    """Numbers are converted, and constants told from values, without asking for every other type there is."""
+    """Converts numbers, and tells constants from values, without a test for every other type."""
     import triton.language as tl
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
@@ -144,7 +144,7 @@ def convert_at_once() -> None:
 
 
 def make_handles_at_once() -> None:
-    """A value's array is checked against its type without a call, unless it is wrong."""
+    """Checks a value's array against its type without a call, unless the array is wrong."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -164,7 +164,7 @@ def make_handles_at_once() -> None:
 
 
 def without_detour(function: Any, semantic: Any) -> Any:
-    """The interpreter's entry into a function of the language, without looking for an argument that it sets itself."""
+    """The interpreter's entry into a function of the language, without a search for an argument that it sets itself."""
     member = (getattr(function, "__kwdefaults__", None) or {}).get("member")
     inner = getattr(member, "__wrapped__", None)
     if inner is None:

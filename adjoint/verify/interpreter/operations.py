@@ -28,11 +28,11 @@ class Decision(NamedTuple):
     """What an operation does with operands of known types.
 
     Attributes:
-        left, right: the types of numpy that operands are converted to, where they are.
+        left, right: the types of numpy to which the operands are converted, if they are converted.
         number: the operand that is no tensor, as an array.
-        size: the bytes of what a pointer points to, where an offset is added to one.
-        element: what the result's array is said to hold.
-        type: of the result.
+        size: for an offset that is added to a pointer, the bytes of the type to which it points.
+        element: the stated type of the elements of the result's array.
+        type: the type of the result.
     """
 
     left: Any
@@ -44,11 +44,11 @@ class Decision(NamedTuple):
 
 
 def at_once(place: Any, name: str, function: Any, semantic: Any) -> Any:
-    """A function of the language: in one step, where it is known how."""
+    """A function of the language that computes in one step, if this module has one for it."""
     import triton.language as tl
 
     if not getattr(tl.block_type.__init__, "remembers", False):
-        return function  # types have no shapes to show: see `remember_shapes`
+        return function  # types do not have the shapes that values show, which `remember_shapes` makes
     if place in (tl, tl.core, tl.math) and name in _FUNCTIONS:
         return _FUNCTIONS[name](function, semantic)
     if place is tl.tensor and name == "to":
@@ -71,13 +71,13 @@ def _swapped(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Decisions:
-    """Finds out what one operator does with operands."""
+    """Finds out what an operator does with its operands."""
 
     def __init__(self, semantic: Any, compares: bool = False, offsets: bool = False, reflected: bool = False) -> None:
         self._semantic, self._compares, self._offsets, self._reflected = semantic, compares, offsets, reflected
 
     def decide(self, left: Any, right: Any, result: Any) -> Decision | None:
-        """From operands, the first of them a tensor, and the result that Triton's own functions gave."""
+        """The decision behind a result of Triton's own functions, from operands of which the first is a tensor."""
         import triton.language as tl
 
         is_number = not isinstance(right, tl.tensor)
@@ -106,7 +106,7 @@ class _Decisions:
 
 
 def _maker() -> Any:
-    """Makes a tensor of an array, whose elements fit in its type."""
+    """A function that makes a tensor from an array whose elements fit the tensor's type."""
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
 
@@ -126,7 +126,7 @@ def _maker() -> Any:
 
 
 def _operator(compute: Any, function: Any, decisions: _Decisions) -> Any:
-    """An operator that does what it did with operands of such types, or asks Triton's own function."""
+    """An operator that repeats its decision for operands of the same types, or asks Triton's own function."""
     import triton.language as tl
 
     value, constant, numbers, make = tl.tensor, tl.constexpr, (int, float, bool), _maker()
@@ -139,7 +139,7 @@ def _operator(compute: Any, function: Any, decisions: _Decisions) -> Any:
         kind = other.__class__
         if kind is value:
             key: tuple[Any, ...] = (self.type.name, other.type.name)
-        elif kind in numbers and (other or kind is not float):  # 0.0 and -0.0 are one key, and so is NaN with none
+        elif kind in numbers and (other or kind is not float):  # 0.0 and -0.0 would be one key
             key = (self.type.name, kind, other)
         else:
             return function(self, other)
@@ -169,7 +169,7 @@ def _operator(compute: Any, function: Any, decisions: _Decisions) -> Any:
 
 
 def _convert(function: Any, semantic: Any) -> Any:
-    """Conversions to a type, without other wishes."""
+    """Conversions to a type, without further options."""
     import triton.language as tl
 
     plain, constant = tl.dtype, tl.constexpr
@@ -185,7 +185,7 @@ def _convert(function: Any, semantic: Any) -> Any:
 
 
 def _key(operand: Any, value: type, numbers: tuple[type, ...]) -> Any:
-    """What tells an operand's decisions from another's; None where nothing does."""
+    """The key of an operand in the table of decisions; None if the operand has none."""
     kind = operand.__class__
     if kind is value:
         return operand.type.name
@@ -195,7 +195,7 @@ def _key(operand: Any, value: type, numbers: tuple[type, ...]) -> Any:
 
 
 def _where(function: Any, semantic: Any) -> Any:
-    """A choice between tensors, or a tensor and a number, of one type; numpy makes their shapes one."""
+    """`where` for two tensors, or a tensor and a number, of one type. Numpy broadcasts their shapes."""
     import triton.language as tl
 
     value, constant, numbers, make = tl.tensor, tl.constexpr, (int, float, bool), _maker()
@@ -236,14 +236,14 @@ def _where(function: Any, semantic: Any) -> Any:
 
 
 def _load(function: Any, semantic: Any) -> Any:
-    """Loads of blocks, with a mask as wide as their pointers, and a number where it is not set."""
+    """Loads of blocks, with a mask of the pointers' shape and a number for places where the mask is not set."""
     import triton.language as tl
 
     value, constant, numbers = tl.tensor, tl.constexpr, (int, float, bool)
     remembered: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
     def decide(pointer: Any, mask: Any, other: Any, result: Any) -> tuple[Any, Any] | None:
-        """What stands where the mask is not set, and the type of the result."""
+        """The number for places where the mask is not set, and the type of the result."""
         if not pointer.type.is_block() or pointer.dtype.element_ty.name == "int1" or mask.dtype.name != "int1":
             return None
         if not mask.type.is_block() or mask.type.shape != pointer.type.shape:

@@ -16,11 +16,11 @@ import numpy as np
 
 
 class Race(Exception):
-    """Programs of one launch touch the same memory."""
+    """Programs of one launch store different numbers at one address, or one loads what another one stores."""
 
 
 class _Launch:
-    """The addresses that programs of a launch have loaded from and stored to, and what they stored."""
+    """The addresses that the programs of a launch have loaded from and stored to, and the stored values."""
 
     def __init__(self) -> None:
         self.program = -1
@@ -56,7 +56,7 @@ class _Launch:
 
 
 def _joined(accesses: list[Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All addresses, the program of each, and what was stored."""
+    """All addresses, with the program and the stored value of each."""
     programs = np.concatenate([np.full(len(addresses), program) for program, addresses, *_ in accesses])
     last = np.concatenate([access[-1] for access in accesses])
     return np.concatenate([access[1] for access in accesses]), programs, last
@@ -68,7 +68,7 @@ def _extent(values: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def _repeats(addresses: np.ndarray, values: np.ndarray) -> bool:
-    """Whether one store has two numbers for an address."""
+    """Whether one store has two different numbers for the same address."""
     order = np.argsort(addresses, kind="stable")
     same = np.diff(addresses[order]) == 0
     bits = np.ascontiguousarray(values).view(f"u{values.itemsize}")[order]
@@ -86,7 +86,7 @@ def watched() -> Iterator[None]:
 
 
 def watch() -> Any:
-    """The same from now on; returns what ends it."""
+    """Raises `Race` from launches from now on; returns a function that ends this."""
     from triton.runtime import interpreter
 
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor

@@ -45,7 +45,7 @@ BY_CHECK: dict[str, tuple[str, ...]] = {
     "arithmetic": ("accumulator", "roundings"),
     "special values": ("special_values",),
 }
-"""The promises that a check holds a plan to. "poison" compares the bits of two runs, of all outputs."""
+"""The promises that each check tests. "poison" compares the bits of all outputs of two runs."""
 
 
 class Promise(NamedTuple):
@@ -63,7 +63,7 @@ def _stated(operator: str, plan: str, guarantees: Mapping[str, Guarantee]) -> It
 
 
 def made(device: torch.device | str, ops: Sequence[str] | None = None) -> set[Promise]:
-    """Every promise of every plan that takes a case, of the named ops or of all, on a device."""
+    """Every promise on a device of every plan that takes a case, for the named ops or for all ops."""
     device = torch.device(device)
     backends, accepted = available_backends(device), ("", why_not_triton(device))
     promises: set[Promise] = set()
@@ -80,7 +80,7 @@ def made(device: torch.device | str, ops: Sequence[str] | None = None) -> set[Pr
 
 
 def checked(jobs: Iterable[Job], device: torch.device | str) -> set[Promise]:
-    """The promises that jobs hold plans to."""
+    """The promises that these jobs test."""
     device = torch.device(device)
     promises: set[Promise] = set()
     known: dict[Any, list[_Direction]] = {}
@@ -102,8 +102,10 @@ def checked(jobs: Iterable[Job], device: torch.device | str) -> set[Promise]:
 
 
 def implied(jobs: Iterable[Job], device: torch.device | str) -> dict[Promise, Promise]:
-    """The promises of other forms, each with that of the plain form which it follows from: it is the same promise of
-    the same bits, as the jobs that compare both show."""
+    """The promises of other forms, each with the promise of the plain form from which it follows.
+
+    It follows because it is the same promise, and the jobs that compare both forms show that their bits are the same.
+    """
     device = torch.device(device)
     follows: dict[Promise, Promise] = {}
     for job in (job for job in jobs if job.check == "forms"):
@@ -128,14 +130,20 @@ def implied(jobs: Iterable[Job], device: torch.device | str) -> dict[Promise, Pr
 
 
 def _promised(call: Call, preference: Preference, device: torch.device) -> dict[str, tuple[str, str, Guarantee]]:
-    """Operator, plan and guarantee of every output of both directions."""
+    """The operator, plan and guarantee of every output of both directions."""
     text = resolve(preference)
     plans = [select(operator, problem, text) for operator, problem in call.problems(device)]
     return {name: (p.operator.name, p.name, guarantee) for p in plans for name, guarantee in p.guarantee.items()}
 
 
 class _Direction(NamedTuple):
-    """A plan that serves a case: which results come of 16 bits, what results that checks see promise, and all do."""
+    """A plan that serves a case.
+
+    Attributes:
+        narrow: the names of the results that "arithmetic" compares: 16-bit inputs gave them.
+        results: the promises of the results that checks see.
+        outputs: the promises of all outputs.
+    """
 
     operator: str
     plan: str
@@ -146,13 +154,13 @@ class _Direction(NamedTuple):
 
 
 def _compares_devices(sides: list[_Direction], device: torch.device) -> bool:
-    """Whether every result makes the promise, and kernels, or a GPU, are compared with PyTorch on the CPU."""
+    """Whether every result promises the same bits on every device, and kernels or a GPU are compared with the CPU."""
     promised = all(guarantee.device_invariant for side in sides for guarantee in side.results.values())
     return promised and (device.type != "cpu" or any(side.backend != "eager" for side in sides))
 
 
 def _held(check: str, sides: list[_Direction], device: torch.device | None) -> Iterator[Promise]:
-    """What a check compares on a case; on no device, everything that it could."""
+    """The promises that a check tests on a case; if `device` is None, all that it could test."""
     if check == "repeats" and not all(g.repeatable for side in sides for g in side.results.values()):
         return
     if check == "device invariance" and device is not None and not _compares_devices(sides, device):
@@ -171,7 +179,7 @@ def _cases(subject: Subject, device: torch.device) -> list[Case]:
 def _directions(
     subject: Subject, case: Case, dtype: torch.dtype, preference: Preference, device: torch.device
 ) -> list[_Direction]:
-    """The plans of both directions, with those of their outputs that checks see."""
+    """The plans of both directions, with the promises of the outputs that checks see."""
     inputs = case.make(dtype, torch.device("cpu"), generator())
     call = subject.bind(inputs)
     text = resolve(preference)
@@ -190,7 +198,7 @@ def _directions(
 
 
 def due(machine: str, device: torch.device | str, chosen: Iterable[Subject]) -> set[tuple[Place, str]]:
-    """Each case and output of subjects that has a figure on a machine, where plans are chosen as for a device."""
+    """Each case and output of the chosen subjects that has a figure on a machine; plans are chosen as for `device`."""
     device = torch.device(device)
     figures: set[tuple[Place, str]] = set()
     for subject in chosen:

@@ -26,11 +26,11 @@ from adjoint.verify.listing.jobs import Job, bad_calls, job_of, named_plans, on_
 from adjoint.verify.run import Row, generator
 
 ENOUGH = 2**14
-"""Elements of a case that are enough for several tiles, and few enough for every check: of those with no more, the
-largest comes first."""
+"""A number of elements that is enough for several tiles and few enough for every check. Of the cases with no more
+elements, the largest comes first."""
 
 LARGE = 4 * ENOUGH
-"""Elements of a case that is tried in one dtype alone."""
+"""A case with more elements is tried in only one dtype."""
 
 CPU = torch.device("cpu")
 
@@ -38,8 +38,11 @@ Check = Callable[[Subject, torch.dtype, torch.device, Preference], list[Row]]
 
 
 class Stop(NamedTuple):
-    """A case of a subject in one dtype, by the plans that a preference leads to; the first of its backend has more
-    checks. All of it is names, which travel between processes."""
+    """A case of a subject in one dtype, computed by the plans that a preference chooses.
+
+    `is_first` says that it is the first stop of its backend, which has more checks. A stop has only values that can
+    travel between processes.
+    """
 
     subject: str
     dtype: torch.dtype
@@ -49,7 +52,7 @@ class Stop(NamedTuple):
 
 
 def stops(ops: Sequence[str] | None, device: torch.device) -> list[Stop]:
-    """The stops of the named ops, or of all, on a device."""
+    """The stops of the named ops, or of all ops, on a device."""
     seen: set[Any] = set()
     chosen: list[Stop] = []
     for subject in (on_device(subject, device) for subject in subjects(ops)):
@@ -66,7 +69,7 @@ def stops(ops: Sequence[str] | None, device: torch.device) -> list[Stop]:
 
 
 def jobs_at(chosen: Sequence[Stop], ops: Sequence[str] | None, device: torch.device) -> list[Job]:
-    """A job for each stop, and one for the calls that each op must refuse."""
+    """A job for each stop, and one for each folder of ops with the calls that its ops must refuse."""
     by_name = {subject.name: subject for subject in subjects(ops)}
     listing = []
     for stop in chosen:
@@ -106,7 +109,7 @@ def _run_all(checks: Sequence[Job]) -> list[Row]:
 
 
 def _refusals(functions: set[Any], device: torch.device) -> list[Job]:
-    """The calls that ops must refuse, those of a folder in one job."""
+    """The calls that ops must refuse, in one job for each folder."""
     by_folder: dict[str, list[Job]] = {}
     for job in bad_calls(functions, device):
         by_folder.setdefault(job.op, []).append(job)
@@ -120,7 +123,7 @@ def _refusals(functions: set[Any], device: torch.device) -> list[Job]:
 
 
 class _Option(NamedTuple):
-    """What a stop would bring."""
+    """A possible stop, with its cost and the facts that it would check."""
 
     cost: int
     dtype: torch.dtype
@@ -130,14 +133,14 @@ class _Option(NamedTuple):
 
 
 def _options(subject: Subject, device: torch.device) -> list[_Option]:
-    """Every case, dtype and preference of a subject, the ones to be taken first first."""
+    """Every case, dtype and preference of a subject, in the order in which they are tried."""
     requests = [(Preference(backend=backend), served.dtypes) for backend, served in served_backends(subject, device)]
     requests += [(Preference(plan=plan), subject.dtypes) for plan in named_plans(subject, device)]
     default = torch.bfloat16 if torch.bfloat16 in subject.dtypes else subject.dtypes[0]
     options, large = [], {case.name for case in subject.cases if case.heavy}
     for dtype in sorted(subject.dtypes, key=lambda dtype: dtype != default):
         for case in subject.cases:
-            if case.name in large and dtype != default:  # what large cases have of their own, one dtype shows
+            if case.name in large and dtype != default:  # one dtype is enough for what only large cases show
                 continue
             with Undrawn():
                 inputs = case.make(dtype, CPU, generator())
@@ -161,15 +164,17 @@ def _order(option: _Option) -> tuple[bool, int]:
 def _facts(
     subject: Subject, inputs: Inputs, dtype: torch.dtype, preference: Preference, device: torch.device
 ) -> frozenset[Any]:
-    """The plans with the kernels they launch, and the promises of those results that checks see; none where a plan that
-    is asked for does not take the case."""
+    """The plans with the kernels that they launch, and the promises of the results that checks see.
+
+    There are none if the plan that is asked for does not take the case.
+    """
     call, text = subject.bind(inputs), resolve(preference)
     facts: set[Any] = set()
     visible = {*call.operator.outputs[: call.public_outputs], *subject.gradients(inputs)}
     try:
         for plan in (select(operator, problem, text) for operator, problem in call.problems(device)):
             facts.update(_of_plan(plan, visible))
-            if plan.backend == "eager":  # where a dtype more is no compilation more
+            if plan.backend == "eager":  # here a further dtype needs no further compilation
                 facts.add((plan.operator.name, plan.name, dtype))
         for form in subject.forms:
             for operator, problem in call_of(form, subject, inputs).problems(device):

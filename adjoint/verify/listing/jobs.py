@@ -24,7 +24,7 @@ from adjoint.verify.run import Row, generator
 
 @dataclass(frozen=True)
 class Job:
-    """One check on one op, dtype and backend. `run` never raises: an exception is a failed row."""
+    """One check on one op, dtype and backend. `run` never raises: an exception becomes a failed row."""
 
     label: str
     op: str
@@ -40,17 +40,17 @@ class Job:
             return [self.failure("raised", f"{type(error).__name__}: {error}")]
 
     def failure(self, measured: str, detail: str) -> Row:
-        """The row of a job that came to no verdict."""
+        """The row of a job that ended without a verdict."""
         return Row(self.op, self.check, self.dtype, self.backend, "", measured, False, detail)
 
 
 def family_of(module: Any) -> str:
-    """The family of a module of cases: "moe" of `adjoint.ops.moe.route.cases`."""
+    """The family of a module of cases: "moe" for `adjoint.ops.moe.route.cases`."""
     return str(module.__name__).removeprefix("adjoint.ops.").partition(".")[0]
 
 
 def subjects(ops: Sequence[str] | None = None) -> list[Subject]:
-    """The subjects of the named families, ops or modes ("moe", "swiglu", "swiglu[gate_up]"), or of all."""
+    """The subjects of the named families, ops or modes ("moe", "swiglu", "swiglu[gate_up]"), or all subjects."""
     every = [
         (
             {family_of(module), subject.function.__name__}
@@ -70,19 +70,19 @@ def subjects(ops: Sequence[str] | None = None) -> list[Subject]:
 
 
 def available_backends(device: torch.device) -> list[str]:
-    """The backends that can run on a device, here."""
+    """The backends that can run on a device in this process."""
     return [backend for backend in BACKENDS if backend != "triton" or not why_not_triton(device)]
 
 
 def on_device(subject: Subject, device: torch.device) -> Subject:
-    """The subject with the cases that are checked on a device."""
+    """The subject with only the cases that are checked on a device."""
     if device.type != "cpu":
         return subject
     return replace(subject, cases=tuple(case for case in subject.cases if not case.heavy))
 
 
 def served_backends(subject: Subject, device: torch.device) -> Iterator[tuple[str, Subject]]:
-    """The backends that serve a subject on a device, each with the dtypes it serves."""
+    """The backends that serve a subject on a device, each with the subject limited to the dtypes that it serves."""
     for backend in available_backends(device):
         served = _served(subject, backend, device)
         if served is not None:
@@ -90,18 +90,18 @@ def served_backends(subject: Subject, device: torch.device) -> Iterator[tuple[st
 
 
 HOPPER = ("sm_90",)
-"""Where plans run whose names begin with gluon."""
+"""The targets of the plans whose names begin with gluon."""
 
 
 def named_plans(subject: Subject, device: torch.device) -> list[str]:
-    """The plans beside each backend's first that can run on a device."""
+    """The subject's named plans that can run on a device and are not the first of their backend."""
     available = {*available_backends(device), *(() if why_not_on(device, HOPPER) else ("gluon",))}
     runnable = [plan for plan in subject.plans if {name.partition(".")[0] for name in plan.split("+")} <= available]
     return [plan for plan in runnable if not _is_first(subject, plan, device)]
 
 
 def _is_first(subject: Subject, name: str, device: torch.device) -> bool:
-    """Whether a plan is the first that its backend has on a device: checks of the backend are checks of it."""
+    """Whether a plan is the first of its backend on a device. Then the checks of the backend check it."""
     call = subject.bind(subject.cases[0].make(subject.dtypes[0], torch.device("cpu"), generator()))
     runnable = [plan for plan in call.operator.candidates() if not plan.why_not_on(device)]
     first_of_backends = {plan.backend: plan.name for plan in reversed(runnable)}
@@ -109,10 +109,13 @@ def _is_first(subject: Subject, name: str, device: torch.device) -> bool:
 
 
 def _served(subject: Subject, backend: str, device: torch.device) -> Subject | None:
-    """The subject with the dtypes for which both directions have a plan of a backend: an op, or a dtype, may be
-    without kernels. None where there are none, or not for the dtype that stands for all."""
+    """The subject with only the dtypes for which both directions have a plan of a backend.
 
-    accepted = ("", why_not_triton(device))  # whether the backend is there at all is settled elsewhere
+    An op or a dtype may have no kernels. None if there is no such dtype, or if the dtype that stands for all is not
+    among them.
+    """
+
+    accepted = ("", why_not_triton(device))  # whether the backend exists here at all is settled elsewhere
 
     def serves(dtype: torch.dtype) -> bool:
         call = subject.bind(subject.cases[0].make(dtype, torch.device("cpu"), generator()))
@@ -126,7 +129,8 @@ def _served(subject: Subject, backend: str, device: torch.device) -> Subject | N
 
 
 def jobs(ops: Sequence[str] | None = None, device: torch.device | str = "cpu", thorough: bool = False) -> list[Job]:
-    """Every check of the named ops on a device. `thorough` runs the checks that hardly depend on it for every dtype."""
+    """Every check of the named ops on a device. `thorough` runs even checks that hardly depend on the dtype for every
+    dtype."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -149,7 +153,7 @@ _OF_A_PLAN: dict[str, Check] = {
     "device invariance": bits.devices,
     "poison": bits.poison,
 }
-"""What depends on the plan alone."""
+"""The checks that depend only on the plan."""
 
 _OF_A_BACKEND: dict[str, Check] = {
     "accuracy": numerics.accuracy,
@@ -168,7 +172,7 @@ def _backend_jobs(subject: Subject, backend: str, device: torch.device, thorough
     listing = []
     for dtype in subject.dtypes:
         checks = dict(_OF_A_BACKEND)
-        if thorough or dtype == default:  # each schedule is another compilation
+        if thorough or dtype == default:  # each schedule needs another compilation
             checks["schedules"] = bits.schedules
         checks |= _of_arithmetic(dtype) | _of_forms(subject)
         exhaustive = tuple(subject.exhaustive(dtype)) if dtype.itemsize == 2 else ()
@@ -212,12 +216,12 @@ def _with_cases_of(subject: Subject, dtype: torch.dtype, device: torch.device, p
 
 
 def _of_arithmetic(dtype: torch.dtype) -> dict[str, Check]:
-    """What is compared with the arithmetic of a wider type."""
+    """The check that compares results with the arithmetic of a wider type, for dtypes that have one."""
     return {"arithmetic": numerics.arithmetic} if dtype.itemsize in numerics.WIDER else {}
 
 
 def _of_forms(subject: Subject) -> dict[str, Check]:
-    """What other forms of the call, where there are any, have in common with the plain one."""
+    """The check that compares other forms of the call with the plain one, for subjects that have any."""
     return {"forms": forms} if subject.forms else {}
 
 
@@ -229,7 +233,7 @@ def _default_dtype(subject: Subject) -> torch.dtype:
 def job_of(
     subject: Subject, name: str, dtype: torch.dtype, device: torch.device, preference: Preference, check: Check
 ) -> Job:
-    """The job of a check on a subject and dtype, by a plan that meets a preference."""
+    """The job of a check on a subject and dtype, with plans that meet a preference."""
     named = str(preference.plan)
     backend = preference.backend or ("triton" if "triton" in named or "gluon" in named else "eager")
     plan = preference.plan or backend
@@ -238,7 +242,7 @@ def job_of(
 
 
 def bad_calls(functions: set[Any], device: torch.device) -> list[Job]:
-    """The calls that ops must refuse: those that every op shares, and its own."""
+    """The calls that ops must refuse: those that all ops share, and the op's own."""
     listing = []
     for module in cases():
         own = {subject.function: subject for subject in reversed(module.SUBJECTS)}  # the first mode of each

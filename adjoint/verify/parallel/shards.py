@@ -21,7 +21,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Shard:
-    """Every `count`-th job, from the one at `index` on, which is counted from 1."""
+    """Every `count`-th job, beginning with job number `index`. Numbers begin at 1."""
 
     index: int = 1
     count: int = 1
@@ -30,12 +30,12 @@ class Shard:
         return f"{self.index}/{self.count}"
 
     def positions(self, jobs: int) -> range:
-        """Its positions in a list of so many jobs."""
+        """Its positions in a list of `jobs` jobs."""
         return range(self.index - 1, jobs, self.count)
 
 
 def read_shard(text: str) -> Shard:
-    """The shard that is written "2/4"."""
+    """Reads a shard from a text such as "2/4"."""
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     shard = Shard(int(match[1]), int(match[2])) if match else Shard(0, 0)
     if not 1 <= shard.index <= shard.count:
@@ -45,7 +45,7 @@ def read_shard(text: str) -> Shard:
 
 @dataclass(frozen=True)
 class Suite:
-    """What was checked, and where.
+    """The jobs of a run and the machine that ran them.
 
     Attributes:
         device: the name of the GPU, or of the CPU.
@@ -63,13 +63,13 @@ class Suite:
 
 
 def describe(jobs: Sequence[Job], device: str, versions: Mapping[str, str | None]) -> Suite:
-    """The suite of all these jobs, here."""
+    """The suite of all these jobs on this machine."""
     return Suite(device, versions, digest_source(), digest(job.label.encode() for job in jobs), len(jobs))
 
 
 @dataclass(frozen=True)
 class Part:
-    """One shard of a suite, and the rows of its jobs by position: of fewer jobs, where the run was interrupted."""
+    """One shard of a suite, with the rows of its jobs by position. After an interruption some jobs are missing."""
 
     suite: Suite
     shard: Shard
@@ -104,7 +104,7 @@ def save(part: Part, path: Path) -> None:
 
 
 def load(path: Path) -> Part:
-    """The part that was saved in a file."""
+    """Reads a part from a file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["schema"] != SCHEMA:
@@ -122,7 +122,7 @@ def _row(values: dict[str, Any]) -> Row:
 
 
 def merge(parts: Sequence[tuple[Path, Part]]) -> Part:
-    """The whole that parts make up; their files stand in the errors."""
+    """Joins the parts of a run to one whole. Errors name the files of the parts."""
     if not parts:
         raise ArgumentError("verify: --merge needs the files of all shards, as --save wrote them")
     files: dict[int, Path] = {}
@@ -144,7 +144,7 @@ def merge(parts: Sequence[tuple[Path, Part]]) -> Part:
 
 
 def _match(one: tuple[Path, Part], other: tuple[Path, Part]) -> None:
-    """Raises unless both are parts of the same suite, which was cut into the same number of shards."""
+    """Raises unless both are parts of the same suite, cut into the same number of shards."""
     ours, theirs = _properties(one[1]), _properties(other[1])
     for name in [*ours, *theirs]:
         if ours.get(name) != theirs.get(name):
@@ -155,7 +155,7 @@ def _match(one: tuple[Path, Part], other: tuple[Path, Part]) -> None:
 
 
 def _properties(part: Part) -> dict[str, object]:
-    """What must be the same in all parts of a run."""
+    """The properties that must be the same in all parts of a run."""
     properties = {"number of shards": part.shard.count, **asdict(part.suite), **part.suite.versions}
     del properties["versions"]
     return properties

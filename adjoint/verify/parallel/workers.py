@@ -22,31 +22,32 @@ from adjoint.verify.listing.jobs import Job
 from adjoint.verify.run import Row
 
 Listing: TypeAlias = Callable[[], Sequence[Job]]
-"""Lists the jobs, the same ones in every process; it is pickled."""
+"""A function that lists the jobs. It is pickled, and lists the same jobs in every process."""
 
 Results: TypeAlias = Generator[tuple[int, list[Row]], None, None]
-"""The position of a job and its rows, in the order in which jobs end."""
+"""Positions and rows of jobs, in the order in which the jobs end."""
 
 FIRST_CHECKS = ("accuracy", "schedules", "upstream layouts", "batch invariance", "poison")
 FIRST_OPS = ("gated_delta_rule", "moe.experts", "gated_delta_step")
-"""Jobs start in the order of their checks here, and of their ops within a check. Accuracy compiles most of the kernels
-that other checks find on disk; the rest take longest on a GPU, and must not be what all wait for at the end."""
+"""Jobs start in the order in which their checks are listed here, and within a check in the order of their ops. Accuracy
+comes first because it compiles most of the kernels, which other checks then find on disk. The other checks and ops here
+take longest on a GPU, and must not be the ones that all processes wait for at the end."""
 
 MEMORY_PER_PROCESS = 8 * 2**30
-"""Bytes of a GPU that a process may need. The largest in a sample of the jobs on an H200, an accuracy check of the
-gated delta rule, took 7 GiB with CUDA's own memory."""
+"""The bytes of GPU memory that a process may need. In a sample of the jobs on an H200, the largest was an accuracy
+check of the gated delta rule, which took 7 GiB with CUDA's own memory."""
 
 _POLL_SECONDS = 1.0
 _FAREWELL_SECONDS = 10.0
 
 
 def usable_cores() -> int:
-    """The cores this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def default_processes(device: torch.device) -> int:
-    """A process for each core, and on a GPU no more than its free memory has room for."""
+    """The default number of processes: one for each core, and on a GPU no more than its free memory has room for."""
     if device.type != "cuda":
         return usable_cores()
     free, _ = torch.cuda.mem_get_info(device)
@@ -71,17 +72,18 @@ def run_in_processes(
     device: torch.device,
     rank: Callable[[Job], tuple[int, ...]] | None = None,
 ) -> Results:
-    """Runs jobs in processes of their own, which end when the generator is closed.
+    """Runs jobs in worker processes, which end when the generator is closed.
 
-    A job for which the GPU has no memory left beside the others runs again after them, alone.
+    If the GPU has too little memory for a job beside the others, the job runs again, alone, after all others.
 
     Args:
         listing: lists `jobs` in every process.
-        positions: of the jobs to run.
-        announce: is called with each job when it starts.
-        processes: how many run at a time, at most.
-        device: that of the jobs.
-        rank: jobs of a smaller one start first; by default by their checks, then by their ops.
+        positions: the positions of the jobs to run.
+        announce: a function that is called with each job when it starts.
+        processes: the largest number of processes at a time.
+        device: the device of the jobs.
+        rank: gives the rank of a job; jobs of a smaller rank start first. By default the rank follows from the job's
+            check, then from its op.
     """
     order = rank or _rank
     queue = deque(sorted(positions, key=lambda position: order(jobs[position])))
@@ -118,12 +120,12 @@ def run_in_processes(
 
 
 def _rank(job: Job) -> tuple[int, int]:
-    """Where a job stands in the queue, as far as that matters."""
+    """The default rank of a job."""
     return _place(job.check, FIRST_CHECKS), place_of_op(job)
 
 
 def place_of_op(job: Job) -> int:
-    """Where a job's op stands among those that take longest."""
+    """The place of a job's op in the order of `FIRST_OPS`."""
     return _place(job.op, FIRST_OPS)
 
 
@@ -132,7 +134,7 @@ def _place(name: str, names: Sequence[str]) -> int:
 
 
 class _Worker:
-    """A process that runs one job after the other, until its connection is closed."""
+    """A process that runs one job after the other until its connection is closed."""
 
     def __init__(self, listing: Listing, device: torch.device, threads: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -140,16 +142,16 @@ class _Worker:
         self.process = context.Process(target=_work, args=(remote, listing, device, threads))
         with _ignore_interrupts():
             self.process.start()
-        remote.close()  # or the end of the process would not be seen here
+        remote.close()  # otherwise the end of the process would not be seen here
 
     def start(self, position: int, job: Job) -> None:
-        """Has the process run a job."""
+        """Tells the process to run a job."""
         self.position, self.job = position, job
-        with suppress(OSError):  # the process has died, and its answer will say so
+        with suppress(OSError):  # it fails if the process has died, and then `answer` says so
             self.connection.send((position, job.label))
 
     def answer(self) -> tuple[list[Row], bool]:
-        """The rows of the job, and whether the process can run another; where it died, a row that says how."""
+        """The rows of the job, and whether the process can run another one. If it died, the row says how."""
         try:
             if self.connection.poll():
                 rows, usable = self.connection.recv()
@@ -160,7 +162,7 @@ class _Worker:
         return [self.job.failure("its process died", _cause(self.process.exitcode))], False
 
     def dismiss(self) -> None:
-        """Lets the process end, which has no job."""
+        """Lets the process end; it must have no job."""
         self.connection.close()
         self.process.join(_FAREWELL_SECONDS)
         self.kill()
@@ -171,17 +173,17 @@ class _Worker:
 
 
 def _await_answers(workers: list[_Worker]) -> list[_Worker]:
-    """Waits a moment for workers that have something to say, or have died.
+    """Waits a moment for workers that have an answer or have died.
 
-    A process that was forked in a worker may keep the connection open after the worker's death, so that the
-    connection alone does not tell.
+    A process that was forked in a worker may keep the connection open after the worker's death, so the connection
+    alone does not show whether the worker has died.
     """
     ready = wait([worker.connection for worker in workers], _POLL_SECONDS)
     return [worker for worker in workers if worker.connection in ready or not worker.process.is_alive()]
 
 
 def _cause(status: int | None) -> str:
-    """How a process ended, in words."""
+    """Words that say how a process ended."""
     if status is None:
         return "it stopped answering"
     if status >= 0:
@@ -192,7 +194,10 @@ def _cause(status: int | None) -> str:
 
 @contextmanager
 def _ignore_interrupts() -> Iterator[None]:
-    """A process that starts in this block ignores Ctrl-C, which a terminal sends to all; the one that waits obeys."""
+    """Lets processes that start in this block ignore Ctrl-C, which a terminal sends to all of them.
+
+    Only the process that waits for them obeys it.
+    """
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
@@ -203,13 +208,13 @@ def _ignore_interrupts() -> Iterator[None]:
 def _work(
     connection: "Connection[object, tuple[int, str]]", listing: Listing, device: torch.device, threads: int
 ) -> None:
-    """What a worker does."""
-    faulthandler.enable()  # where a process crashes, its stack goes to stderr
+    """The body of a worker process: runs jobs until the connection is closed."""
+    faulthandler.enable()  # if the process crashes, its stack goes to stderr
     torch.set_num_threads(threads)
     interpreter.correct()
     jobs = listing()
     usable = True
-    with suppress(EOFError, OSError):  # of a connection that was closed
+    with suppress(EOFError, OSError):  # the connection was closed
         while usable:
             position, label = connection.recv()
             if jobs[position].label != label:
@@ -220,9 +225,9 @@ def _work(
 
 
 def _settle(device: torch.device) -> bool:
-    """Waits for the GPU, and gives its memory back to the other processes.
+    """Waits for the GPU, and frees its memory for the other processes.
 
-    False where it no longer answers: after an illegal access every later call of the same process fails.
+    Returns False if the GPU no longer answers: after an illegal access every later call of the same process fails.
     """
     if device.type == "cuda":
         try:

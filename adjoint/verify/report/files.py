@@ -6,16 +6,16 @@ from adjoint.core.errors import ArgumentError
 
 
 def paths(path: Path) -> tuple[Path, Path]:
-    """The files of data and of the page, from either of them or from what both begin with."""
+    """The paths of the data and of the page, from either of them or from their common beginning."""
     stem = path.with_suffix("") if path.suffix in (".json", ".html") else path
     return Path(f"{stem}.json"), Path(f"{stem}.html")
 
 
 def require_writable(option: str, path: Path) -> None:
-    """Raises where one of the files cannot be written: before the work, not after it. What is there stays as it is.
+    """Raises if one of the files cannot be written, so that this is known before the work. Existing files stay.
 
     Args:
-        option: what users name the path by, such as "verify: --certificate".
+        option: the option in which users pass the path, such as "verify: --certificate".
     """
     if not path.parent.is_dir():
         raise ArgumentError(f"{option} {path} cannot be written: there is no folder {path.parent}")

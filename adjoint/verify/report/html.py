@@ -35,7 +35,7 @@ def page(title: str, body: str) -> str:
 
 
 def table(head_of: Sequence[str], rows: Iterable[Sequence[Any]], *, head: bool = True) -> str:
-    """A table that scrolls by itself where the page is narrow. Words of a verdict have its colour."""
+    """A table that scrolls by itself if the page is narrow. The words of a verdict have a colour."""
     titles = f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in head_of)}</tr>" if head else ""
     lines = "\n".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     long = " long" if len(head_of) == 1 else ""
@@ -49,5 +49,5 @@ def _cell(value: Any) -> str:
 
 
 def details(title: str, body: str) -> str:
-    """What is shown on request."""
+    """A section that a reader can open."""
     return f"<details><summary>{escape(title)}</summary>{body}</details>"

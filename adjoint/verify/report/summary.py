@@ -19,7 +19,7 @@ from adjoint.verify.report.tables import share_of_limit, verdicts
 from adjoint.verify.run import Row
 
 WIDE = 120
-"""Columns from which details are a table; with fewer they are lines, which fold."""
+"""The width of a terminal, in columns, from which details are a table. In a narrower one they are lines that wrap."""
 
 
 def names() -> dict[str, list[str]]:
@@ -32,7 +32,7 @@ def names() -> dict[str, list[str]]:
 
 
 def op_of(name: str) -> str:
-    """The op that a row is about: of a mode, or of a folder whose calls are refused, the op, or the folder's first."""
+    """The op that a row is about: for a mode its op, and for a folder whose calls are refused the folder's first op."""
     if name in OPS:
         return path_of(cases()[OPS.index(name)].SUBJECTS[0]).partition("[")[0]
     return _paths().get(name, name).partition("[")[0]
@@ -45,11 +45,11 @@ def _paths() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Tally:
-    """What the rows of an op come to.
+    """A summary of the rows of an op.
 
     Attributes:
-        plans: the names of those that ran.
-        share: the largest share of its bound that an error took; None where none was measured.
+        plans: the names of the plans that ran.
+        share: the largest error as a share of its bound; None if no error was measured.
     """
 
     op: str
@@ -73,7 +73,7 @@ def tally(op: str, rows: Sequence[Row]) -> Tally:
 
 
 def tallies(rows: Iterable[Row]) -> list[Tally]:
-    """One for each op, in the order of the package."""
+    """The tally of each op, in the order of the package."""
     by_op: dict[str, list[Row]] = {}
     for row in rows:
         by_op.setdefault(op_of(row.op), []).append(row)
@@ -83,7 +83,7 @@ def tallies(rows: Iterable[Row]) -> list[Tally]:
 
 
 def line(entry: Tally, missing: int = 0) -> Text:
-    """An op in a line of fewer than 80 columns; one with missing jobs has not passed."""
+    """The line of an op, of fewer than 80 columns. An op with missing jobs has not passed."""
     plans = f"{len(entry.plans)} plan{'s' * (len(entry.plans) != 1)}"
     checks = f"{entry.checks} check{'s' * (entry.checks != 1)}"
     share = "" if entry.share is None else f"error ≤ {_percent(entry.share)} of bound"
@@ -101,12 +101,12 @@ def _percent(share: float) -> str:
 
 
 def skus(rows: Iterable[Row]) -> list[str]:
-    """The plans that ran, by their whole names."""
+    """The SKUs of the plans that ran."""
     return sorted({sku for row in rows for sku in row.skus})
 
 
 def show_details(console: Console, rows: Sequence[Row], title: str) -> None:
-    """Every check of every op, dtype and plan, and the SKUs that ran."""
+    """Prints every check of every op, dtype and plan, and the SKUs that ran."""
     shown = [row for row in rows if row.check != DIGEST]
     if console.width >= WIDE:
         console.print(verdicts(shown, title))
@@ -133,7 +133,7 @@ def _show_lines(console: Console, rows: Sequence[Row], title: str) -> None:
 
 
 def show_failures(console: Console, rows: Iterable[Row]) -> None:
-    """Each in full."""
+    """Prints each failure in full."""
     for row in rows:
         if not row.passed:
             where = " ".join(filter(None, (row.op, row.dtype, row.plan)))
@@ -148,7 +148,7 @@ def show_missing_figures(console: Console, rows: Iterable[Row]) -> None:
 
 
 def as_data(rows: Sequence[Row], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that was found, beside what is known of the run, as JSON has it."""
+    """All rows and the facts about the run, as JSON types."""
     summary = tallies(rows)
     return {
         **facts,

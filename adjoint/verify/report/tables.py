@@ -10,7 +10,7 @@ from adjoint.verify.run import Row
 
 
 def verdicts(rows: Sequence[Row], title: str) -> Table:
-    """One line for each op, check, dtype and plan."""
+    """A table with one line for each op, check, dtype and plan."""
     table = Table(title=escape(title), title_justify="left")
     for head in ("op", "dtype", "plan", "check"):
         table.add_column(head, no_wrap=True)
@@ -34,9 +34,10 @@ def verdicts(rows: Sequence[Row], title: str) -> Table:
 
 
 def worst(group: Sequence[Row]) -> tuple[str, str]:
-    """The guarantee and the measurement of the row that comes closest to its limit, or goes past it.
+    """The guarantee and the measurement of the row that comes closest to its limit, or that is furthest past it.
 
-    Rows that measured no error beside a limit are counted instead.
+    If rows have failed, only they count. If no row has an error with a limit, the measurement of several rows is their
+    number.
     """
     failed = [row for row in group if not row.passed]
     measured = [(share, row) for row in failed or group if (share := share_of_limit(row.measured)) is not None]
@@ -50,8 +51,8 @@ def worst(group: Sequence[Row]) -> tuple[str, str]:
 
 
 def share_of_limit(measured: str) -> float | None:
-    """The share of its limit an error like "dup: 0.5 ulp (limit 0.51)" takes up; None for other words."""
-    number = r"(\d[\d.e+-]*|inf|nan)"  # a word of its own: an output may be named y_0
+    """The share of its limit that an error such as "dup: 0.5 ulp (limit 0.51)" takes; None for other texts."""
+    number = r"(\d[\d.e+-]*|inf|nan)"  # matched as a whole word, because an output may be named y_0
     match = re.search(rf"(?<!\S){number} [^()]*\(limit {number}\)", measured)
     if match is None:
         return None

@@ -49,8 +49,8 @@ def sigmoid_gate(
     Args:
         x: any shape, any strides; float64, float32, bfloat16 or float16, kept by the result.
         gate: like `x`, with strides of its own.
-        reuse_inputs: the backward writes the gradients over the inputs instead of into new memory.
-            The inputs are lost after backward, and a second backward raises.
+        reuse_inputs: whether the backward writes the gradients over the inputs instead of into new memory. The inputs
+            are lost after backward, and a second backward raises.
         preference: narrows the choice of plans for this call and its backward.
 
     Raises:

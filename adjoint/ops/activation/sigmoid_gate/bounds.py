@@ -9,7 +9,7 @@ from adjoint.ops.activation.in_float32 import LOWEST
 
 
 def arithmetic(name: str, dtype: torch.dtype) -> Arithmetic:
-    """What an arithmetic, by its key in `bounds.ULP`, costs for a storage type; `slope` is relative to the result."""
+    """The errors of an arithmetic, a key of `bounds.ULP`, for a storage type. `slope` is relative to the result."""
     if dtype == torch.float64:
         return Arithmetic(torch.float64, 40, 80, lowest=-1416.0)
     if name == "float64":
@@ -26,7 +26,7 @@ _ROUNDED = 1 + 2.0**-50
 
 
 class SigmoidBounds(Bounds):
-    """Those of σ(gate)·factor and dy·x·σ'(gate). Neither σ nor its slope has a root, and the slope is even."""
+    """Bounds of σ(gate)·factor and dy·x·σ'(gate). Neither σ nor its slope has a root, and the slope is even."""
 
     def value(self, gate: Tensor, factor: Tensor | None) -> Tensor:
         assert factor is not None
@@ -49,7 +49,7 @@ class SigmoidBounds(Bounds):
 
 
 def in_words(used: Arithmetic, dtype: torch.dtype, output: str) -> str:
-    """The bound of an output: "y", "dx" or "dgate"."""
+    """The bound of an output in words. `output` is "y", "dx" or "dgate"."""
     is_slope = output == "dgate"
     factor = "x" if output == "y" else "dy"
     size = "|dy·x|·σ·(1−σ)" if is_slope else f"|{factor}|·σ"

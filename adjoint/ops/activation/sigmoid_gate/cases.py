@@ -48,7 +48,7 @@ _forward, _backward = reference.sigmoid_gate, reference.sigmoid_gate_backward
 
 
 def _cancelled(dy: Tensor, x: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
-    """1 − σ of a σ that was rounded to the storage type, as autograd differentiates torch's σ."""
+    """Gradients with 1 − σ for a σ that was rounded to the storage type, as autograd computes them."""
     sigmoid = reference.sigmoid(gate)
     rounded = sigmoid.bfloat16().to(sigmoid.dtype)
     return dy * sigmoid, dy * x * sigmoid * (1 - rounded)
@@ -130,7 +130,7 @@ BAD_CALLS = (
 
 
 def _torch_sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
-    """As users write it."""
+    """The op as users write it in torch."""
     return x * torch.sigmoid(gate)
 
 
@@ -141,5 +141,5 @@ WORKLOADS = (
 
 
 def built_calls() -> Iterator[Call]:
-    """Both layouts of every dtype."""
+    """Calls in both layouts and every dtype."""
     return (bind(sigmoid_gate, *tensors) for tensors in built_tensors(2))

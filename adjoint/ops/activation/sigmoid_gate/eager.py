@@ -13,7 +13,7 @@ _BOUND = 2048.0  # past it σ is 0 or 1 in every type
 
 
 def forward(gate: Tensor, x: Tensor, y: Tensor | None) -> Tensor:
-    """σ(gate)·x; into y where one is given, else laid out like gate."""
+    """σ(gate)·x; in y, or if that is None, in new memory with the layout of gate."""
     if gate.dtype == torch.float64:
         r, d, _ = _parts(gate)
         wide = (x * d).mul_(r * d)
@@ -23,9 +23,9 @@ def forward(gate: Tensor, x: Tensor, y: Tensor | None) -> Tensor:
 
 
 def backward(dy: Tensor, gate: Tensor, x: Tensor, dgate: Tensor | None, dx: Tensor | None) -> None:
-    """dgate = dy·x·σ'(gate) and dx = dy·σ(gate), each where a tensor is given for it.
+    """Computes dgate = dy·x·σ'(gate) and dx = dy·σ(gate), each unless its tensor is None.
 
-    Reads everything before it writes, so the outputs may be the inputs.
+    It reads everything before it writes, so the outputs may be the inputs.
     """
     if gate.dtype == torch.float64:
         r, d, h = _parts(gate)

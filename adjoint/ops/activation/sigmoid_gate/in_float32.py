@@ -11,18 +11,18 @@ from adjoint.ops.activation.eager import ROUND
 
 
 def forward(gate: Tensor, x: Tensor, y: Tensor | None) -> Tensor:
-    """σ(gate)·x; into y, or without one into new memory laid out like gate."""
+    """σ(gate)·x; in y, or if that is None, in new memory with the layout of gate."""
     result = _sigmoid(gate).mul_(x.float())
     return ROUND[gate.dtype](result) if y is None else y.copy_(result)
 
 
 def backward(dy: Tensor, gate: Tensor, x: Tensor, dgate: Tensor | None, dx: Tensor | None) -> None:
-    """dgate = dy·x·σ'(gate) and dx = dy·σ(gate), each where a tensor is given for it; these may be the inputs."""
+    """Computes dgate = dy·x·σ'(gate) and dx = dy·σ(gate), each unless its tensor is None. Outputs may be inputs."""
     in_float32.backward(dy, gate, x, dgate, dx, _differentiate)
 
 
 def _differentiate(dy: Tensor, gate: Tensor, x: Tensor, dgate: Tensor | None, dx: Tensor | None) -> None:
-    """`backward`, into memory that is no input's."""
+    """`backward` for outputs that share no memory with the inputs."""
     sigmoid, upstream = _sigmoid(gate), dy.float()
     if dgate is not None:
         dgate.copy_(_sigmoid(-gate).mul_(sigmoid).mul_(upstream).mul_(x.float()))
@@ -31,7 +31,7 @@ def _differentiate(dy: Tensor, gate: Tensor, x: Tensor, dgate: Tensor | None, dx
 
 
 def _sigmoid(gate: Tensor) -> Tensor:
-    """σ(gate) in float32, in dense memory of its own: how a gate lies does not change how torch's loop runs."""
+    """σ(gate) in float32, in dense memory of its own, so that the layout of a gate does not change torch's loop."""
     if gate.dtype == torch.float32 and gate.is_contiguous():
         return gate.sigmoid()
     return torch.empty_like(gate, dtype=torch.float32).copy_(gate).sigmoid_()

@@ -21,7 +21,7 @@ SPECIAL_VALUES_IN_FLOAT32 = (
     "which σ of gates below −87, and σ' of those above 87 as well, may be 0"
 )
 NEED_X_OF_OP, NEED_GATE_OF_OP = 1, 2
-"""Bits of the gradients that the operator is asked for: its inputs are x and gate, in this order."""
+"""The bits of the gradients in the operator's mask, in the order of its inputs, x and gate."""
 
 
 def _errors(of: Activation, used: str, dtype: torch.dtype, options: tuple[Any, ...]) -> dict[str, ErrorStatement]:
@@ -48,7 +48,7 @@ _SIGMOID = Function(
 
 
 def _need(mask: int) -> int:
-    """The gradients of gate and up that a mask of the gradients of x and gate asks for."""
+    """Converts a mask of the gradients of x and gate to one of the gradients of gate and up."""
     return NEED_UP * bool(mask & NEED_X_OF_OP) | NEED_GATE * bool(mask & NEED_GATE_OF_OP)
 
 

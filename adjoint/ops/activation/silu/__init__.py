@@ -36,8 +36,8 @@ def silu(
 
     Args:
         x: any shape, any strides; float64, float32, bfloat16 or float16, kept by the result.
-        reuse_inputs: the backward writes the gradient over `x` instead of into new memory. `x` is
-            lost after backward, and a second backward raises.
+        reuse_inputs: whether the backward writes the gradient over `x` instead of into new memory. `x` is lost after
+            backward, and a second backward raises.
         preference: narrows the choice of plans for this call and its backward.
 
     Raises:

@@ -94,5 +94,5 @@ WORKLOADS = (
 
 
 def built_calls() -> Iterator[Call]:
-    """Both layouts of every dtype."""
+    """Calls in both layouts and every dtype."""
     return (bind(silu, *tensors) for tensors in built_tensors(1))

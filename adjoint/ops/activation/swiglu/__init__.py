@@ -56,7 +56,7 @@ def _check_packed(packed: Tensor, order: str) -> None:
 
 
 def _half(packed: Tensor, device: str | None = None) -> Tensor:
-    """An empty tensor of the output's shape: contiguous."""
+    """An empty, contiguous tensor of the output's shape."""
     return packed.new_empty((*packed.shape[:-1], packed.shape[-1] // 2), device=device or packed.device)
 
 
@@ -90,16 +90,16 @@ def swiglu(
     gate: Float[Tensor, "*shape"], up: Float[Tensor, "*shape"] | None = None, *, order: Order | None = None,
     reuse_inputs: bool = False, preference: Preference | None = None,
 ) -> Float[Tensor, "*shape"]:  # fmt: skip
-    """y = silu(gate)·up, elementwise, from two tensors or from one that holds both.
+    """y = silu(gate)·up, elementwise, from two tensors or from one packed tensor.
 
     Args:
         gate: any shape, any strides; float64, float32, bfloat16 or float16, kept by the result.
-            Without `up`, a packed tensor: gate and up along its last axis, of even length.
+            Without `up`, this is a packed tensor with gate and up along its last axis, of even length.
         up: like `gate`, with strides of its own.
-        order: how a packed tensor holds them: "gate_up" (the default: first half gate),
-            "up_gate", or "interleaved" (gate at even positions).
-        reuse_inputs: the backward writes the gradients over the inputs instead of into new memory.
-            The inputs are lost after backward, and a second backward raises.
+        order: the order of both in a packed tensor: "gate_up" (the default, in which the gate is the first half),
+            "up_gate", or "interleaved" (the gate is at even positions).
+        reuse_inputs: whether the backward writes the gradients over the inputs instead of into new memory. The inputs
+            are lost after backward, and a second backward raises.
         preference: narrows the choice of plans for this call and its backward.
 
     Raises:

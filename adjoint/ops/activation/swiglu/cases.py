@@ -170,7 +170,7 @@ BAD_CALLS = (
 
 
 def _torch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """As users write it."""
+    """The op as users write it in torch."""
     return F.silu(gate) * up
 
 
@@ -198,6 +198,6 @@ WORKLOADS = (
 
 
 def built_calls() -> Iterator[Call]:
-    """Every layout of every dtype, from two tensors and from one that interleaves both."""
+    """Calls in every layout and dtype, with two tensors and with one that interleaves both."""
     yield from (bind(swiglu, *tensors) for tensors in built_tensors(2))
     yield from (bind(swiglu, x, order="interleaved") for (x,) in built_tensors(1) if x.is_contiguous())

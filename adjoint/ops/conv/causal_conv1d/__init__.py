@@ -60,7 +60,7 @@ def _absent(*arguments: Any) -> tuple[str, ...]:
 
 
 def _declare(count: int) -> Op:
-    """The op that gives so many parts."""
+    """Declares the op that gives `count` parts."""
     upstream = (*part_names(count, "dy"), "dfinal_state")
 
     def describe_backward(*arguments: Any) -> Facts:
@@ -106,21 +106,21 @@ def causal_conv1d(
     """y_t = act(bias + Σ_j weight[:, j]·x_{t−W+1+j}) for each channel of each sequence, rounded once.
 
     Args:
-        x: channels last, as a projection leaves them, any strides: a slice of a wider projection, and the transposed
-            view of [batch, channels, time], are read where they lie. float64, float32, bfloat16 or float16, kept by y.
+        x: channels last, as a projection gives them, any strides: a slice of a wider projection, and the transposed
+            view of [batch, channels, time], are read in place. float64, float32, bfloat16 or float16, kept by y.
         weight: 1 to 8 taps for each channel, that of the oldest token first; of the dtype of x, or float32.
         bias: a number for each channel; of the dtype of x, or float32.
         activation: "silu", or None for none.
         initial_state: the W − 1 tokens before each sequence, of the dtype of x; zeros by default.
-        output_final_state: whether the last W − 1 tokens of each sequence are returned as well.
+        output_final_state: whether to return the last W − 1 tokens of each sequence as well.
         cu_seqlens: int32 or int64, ascending from 0 to T: the bounds of sequences that are packed in the only row of
             the batch. Without it every row is a sequence.
-        split: the channels of each part that y is to come in, up to four; each is a tensor of its own.
+        split: the channels of each of up to four parts into which y is divided. Each part is a tensor of its own.
         preference: narrows the choice of plans for this call and its backward.
 
     Returns:
-        y, or its parts; and the final states, [sequences, channels, width − 1], where they are asked for. A tuple
-        where there is more than one of these.
+        y, or its parts; and the final states, [sequences, channels, width − 1], if they are asked for. If there is more
+        than one of these, they are a tuple.
 
     Raises:
         ArgumentError: shapes, dtypes, devices or sizes are wrong, or (on the CPU) cu_seqlens are out of order; on a GPU

@@ -113,14 +113,15 @@ def causal_conv1d_step(
         x, weight, bias, activation: as for `causal_conv1d`.
         state: the last W − 1 tokens of each row, or a pool of states that `state_indices` picks from; of the dtype of
             x.
-        state_indices: int32 or int64, which state each row reads (and writes, in place); −1 skips the row, whose
-            outputs and new state are 0. Two rows of one in-place step must not share a state: inside
-            `adjoint.checked()` that is an error, elsewhere what is left of it is undefined.
-        in_place: overwrites `state`, which is returned, instead of giving the rows' new states. Not differentiable.
+        state_indices: int32 or int64, the state that each row reads and, in place, writes. −1 skips the row, whose
+            outputs and new state are 0. Two rows of an in-place step must not share a state. Inside
+            `adjoint.checked()` this is an error; elsewhere that state is undefined afterwards.
+        in_place: whether to overwrite `state`, which is then returned, instead of returning the rows' new states. This
+            is not differentiable.
         preference: narrows the choice of plans for this call and its backward.
 
     Raises:
-        ArgumentError: shapes, dtypes, devices or sizes are wrong, an in-place step is asked for a gradient, or (on the
+        ArgumentError: shapes, dtypes, devices or sizes are wrong, a gradient is asked of an in-place step, or (on the
             CPU) an index is out of range; on a GPU `adjoint.check()` raises for values.
         Unsupported: no plan meets the preference.
 

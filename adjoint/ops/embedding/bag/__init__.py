@@ -1,15 +1,15 @@
 """Embedding bag.   out[b, :] = reduce over the entries n of bag b of   factor[n] · weight[ids[n], :]
 
-`reduce` is the sum, the mean (the sum over the number of entries that count) or the maximum. An entry that
-is `padding_idx` counts for nothing; an empty bag is 0.
+`reduce` is the sum, the mean (the sum divided by the number of entries that count) or the maximum. An entry that is
+`padding_idx` does not count. An empty bag gives 0.
 
 Adjoint, given dout:
     dweight[r, :]          = Σ factor[n] · dout[bag of n, :] over the n with ids[n] = r
     dper_sample_weights[n] = dout[bag of n, :] · weight[ids[n], :]
-with factor 1/count for the mean, and for the maximum only the columns that entry n has won.
+with factor 1/count for the mean, and for the maximum only in the columns in which entry n is the maximum.
 
-Saves ids, offsets, per-sample weights, and the table where their gradient is wanted; besides, for the mean
-how many entries count in each bag, for the maximum the entry that won in each column.
+It saves ids, offsets, per-sample weights, and the table if the gradient of these weights is needed. For the mean it
+also saves how many entries count in each bag, and for the maximum the entry that is the maximum of each column.
 """
 
 from typing import Any, Literal
@@ -93,19 +93,20 @@ def _bags(ids: Tensor, offsets: Tensor | None, has_last: bool) -> int:
 
 
 def _extra_shape(mode: str, bags: int, columns: int) -> tuple[int, ...]:
-    """What the backward needs besides: the winners of each column, or how many entries count."""
+    """The shape of the further output for the backward: the winners of each column, or how many entries count."""
     return {"max": (bags, columns), "mean": (bags,), "sum": (0,)}[mode]
 
 
 def _facts(ids: Tensor, table: Tensor, rows: int, offsets: Tensor | None, factors: Any, has_last: bool) -> Facts:
-    """`table` has the columns and the dtype of the table: itself, or a gradient."""
+    """The facts of a problem. `table` has the columns and the dtype of the table: it is the table, or a gradient."""
     layout = copied_layout({}, {"ids": ids, "offsets": offsets, "per_sample_weights": factors})
     dtypes = (table.dtype, ids.dtype) if offsets is None else (table.dtype, ids.dtype, offsets.dtype)
     return Facts(dtypes, layout, (ids.numel(), rows, table.shape[1], _bags(ids, offsets, has_last)))
 
 
 def _allocate(ids: Tensor, weight: Tensor, offsets: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
-    """The kernels write `extra` whether or not it is needed: it is small, or for the maximum on their way."""
+    """Empty outputs. The kernels write `extra` even if it is not needed, because it is small, or for the maximum
+    because they compute it anyway."""
     _, mode, _, has_last, _ = options
     bags, columns = _bags(ids, offsets, has_last), weight.shape[1]
     extra = _extra_shape(mode, bags, columns)
@@ -163,13 +164,13 @@ def embedding_bag(
     """The sum, mean or maximum of the rows of each bag of ids.
 
     Args:
-        ids: int32 or int64. Two axes: each row is a bag. One axis: `offsets` say where bags begin.
+        ids: int32 or int64. With two axes, each row is a bag. With one axis, `offsets` say where bags begin.
         weight: the table; float64, float32, bfloat16 or float16, kept by the result.
-        offsets: int32 or int64, ascending from 0: where each bag begins; it ends where the next begins.
+        offsets: int32 or int64, ascending from 0: where each bag begins. A bag ends where the next one begins.
         per_sample_weights: for "sum", a factor for each entry, like `ids`, of the dtype of `weight`.
         mode: "mean" divides by the number of entries that count; "max" takes the first of equal entries.
-        padding_idx: an id that counts for nothing. Negative counts from the end.
-        include_last_offset: the last offset is the end of the last bag, not the beginning of one more.
+        padding_idx: an id that bags leave out. A negative number counts from the end.
+        include_last_offset: whether the last offset is the end of the last bag, and not the beginning of a further bag.
         preference: narrows the choice of plans for this call and its backward.
 
     Raises:

@@ -59,7 +59,7 @@ def _gradients(bag: Callable[..., Tensor], dout: Tensor, ids: Tensor, *inputs: T
 
 
 def _bag_subset(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch]:
-    """The last bags alone: their sums keep their bits, and so do rows and entries only they refer to."""
+    """The last bags alone. Their sums keep their bits, and so do gradients of rows and entries that only they use."""
     ids, weight, offsets, factors = inputs
     first = upstream[0].shape[0] // 2
     begin = first if offsets is None else int(offsets[first])  # of ids along their first axis
@@ -81,7 +81,7 @@ def _bag_subset(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatc
 
 
 def _bags_resized(inputs: Inputs, upstream: tuple[Tensor, ...], size: int) -> tuple[Inputs, tuple[Tensor, ...]]:
-    """`size` bags: the same ones over again."""
+    """The same bags, repeated to `size` of them."""
     ids, weight, offsets, factors = inputs
     copies = -(-size // upstream[0].shape[0])
     entries = size if offsets is None else copies * len(ids)  # along the first axis of ids
@@ -152,7 +152,7 @@ SUBJECTS = BAGS
 
 
 def _call(device: torch.device, **options: Any) -> Tensor:
-    """Three ids, in two bags unless the offsets say otherwise."""
+    """A call with three ids, in two bags unless the offsets say otherwise."""
     options.setdefault("offsets", few_ids(device, 0, 2))
     return embedding_bag(few_ids(device), zero_table(device), **options)
 
@@ -233,7 +233,7 @@ def _workloads() -> Iterable[Workload]:
         # torch has no bfloat16 gradient of the maximum.
         dtype = torch.float32 if mode == "max" else torch.bfloat16
         size, in_torch = columns * dtype.itemsize, _torch_bag(mode)
-        # Its reference is torch's own function in float64: ours is made for reading, bag by bag.
+        # The reference is torch's own function in float64, because ours is written for reading, bag by bag.
         yield Workload(
             f"embedding_bag[{mode}] {rows}×{columns}, {bags} bags of {width}, {short(dtype)}",
             replace(subject, reference=_in_tuple(in_torch), reference_backward=partial(_gradients, in_torch)),
@@ -250,7 +250,7 @@ WORKLOADS = tuple(_workloads())
 
 
 def built_calls() -> Iterator[tuple[Call, str, bool]]:
-    """Every dtype and mode, bags of a matrix and between offsets."""
+    """Calls in every dtype and mode, with bags of a matrix and between offsets."""
     for dtype in BAGS[0].dtypes:
         unaligned = dtype in BUILT_UNALIGNED
         weight = torch.empty(512, 4096, dtype=dtype, device="meta")

@@ -12,7 +12,7 @@ from adjoint.ops.embedding.table import BAG_ID_OUT_OF_RANGE, OFFSETS_OUT_OF_ORDE
 
 
 class Bags(NamedTuple):
-    """Where the entries of each bag stand, and which of them count."""
+    """The places of each bag's entries, and which of them count."""
 
     ids: Tensor
     starts: Tensor
@@ -29,7 +29,7 @@ class Bags(NamedTuple):
 def find_bags(
     ids: Tensor, offsets: Tensor | None, rows: int, padding: int, include_last_offset: bool, raises: bool
 ) -> Bags:
-    """Reads ids and offsets; values out of range are reported where `raises` says so, and never followed."""
+    """Reads ids and offsets. Values out of range are reported if `raises`, and never used."""
     flat, device = ids.reshape(-1), ids.device
     place = torch.arange(len(flat), device=device)
     if offsets is None:
@@ -58,7 +58,10 @@ def find_bags(
 def forward(
     bags: Bags, weight: Tensor, per_sample_weights: Tensor | None, mode: str, tile: int, out: Tensor, extra: Tensor
 ) -> None:
-    """The sum, mean or maximum of each bag's rows; extra gets the entries that won, or how many count."""
+    """Writes the sum, mean or maximum of each bag's rows to `out`.
+
+    `extra` gets the entries that have the maximum, or the number of entries that count.
+    """
     if out.numel() == 0:
         if mode == "mean":
             extra.copy_(bags.used)
@@ -91,7 +94,7 @@ def forward(
 
 
 def _maximum(bags: Bags, terms: Terms, out: Tensor, winners: Tensor) -> None:
-    """The largest entry of each bag and column, the first among equals; NaN above all."""
+    """The largest entry of each bag and column, and the first of equal ones. NaN is larger than all numbers."""
     places = bags.counts.nonzero()[:, 0]
     values = terms(places)
     bag = bags.bag_of[places][:, None].expand_as(values)
@@ -140,7 +143,7 @@ def backward(
 
 
 def weights_backward(bags: Bags, gradient: Tensor, weight: Tensor, block: int, out: Tensor) -> None:
-    """gradient[bag of n] · weight[ids[n]]: blocks of columns one after the other, then by halves."""
+    """gradient[bag of n] · weight[ids[n]]: blocks of columns are added one after the other, and the rest by halves."""
     flat = out.view(-1)
     flat.zero_()
     places = bags.counts.nonzero()[:, 0]

@@ -20,14 +20,14 @@ from adjoint.ops.embedding.plans import TILE, order_in_words, refuse_to_group
 _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
 
 WEIGHTS_BLOCK = 128
-"""Columns the gradient of per-sample weights takes at once: part of its bits."""
+"""The columns that the gradient of per-sample weights takes at once. They are part of its bits."""
 
 NEED_WEIGHT, NEED_WEIGHTS = 1, 2
-"""Bits of the gradients a backward computes: the table's, and the per-sample weights'."""
+"""The bits of the gradients in the mask of a backward: those of the table and of the per-sample weights."""
 
 
 def forward_options(problem: Problem) -> tuple[str, int, bool]:
-    """mode, padding, include_last_offset; in a backward they stand behind the number of rows."""
+    """mode, padding and include_last_offset. In a backward they come after the number of rows."""
     first = int(problem.op == "embedding_bag_backward")
     mode, padding, include_last_offset = problem.options[first : first + 3]
     return mode, padding, include_last_offset
@@ -45,7 +45,7 @@ _SUM = "½ ulp + γ·Σ|terms|, γ = n·u / (1 − n·u), n the roundings a term
 def _read(
     problem: Problem, ids: Tensor, weight: Tensor, offsets: Tensor | None = None, samples: Tensor | None = None
 ) -> tuple[str, eager.Bags, Tensor, Tensor]:
-    """The mode, the bags, which entries count, and the factors of those."""
+    """The mode, the bags, which entries count, and the factors of these entries."""
     mode, padding, include_last_offset = forward_options(problem)
     bags = eager.find_bags(ids, offsets, weight.shape[0], padding, include_last_offset, raises=False)
     entries = bags.counts.nonzero()[:, 0]

@@ -25,7 +25,7 @@ def embedding_bag(
     padding: int = -1,
     include_last_offset: bool = False,
 ) -> Tensor:
-    """The sum, mean or maximum of each bag's rows, written with differentiable functions of torch."""
+    """The sum, mean or maximum of each bag's rows, with differentiable functions of torch."""
     flat = ids.reshape(-1)
     factors = None if per_sample_weights is None else per_sample_weights.reshape(-1)
     results = []

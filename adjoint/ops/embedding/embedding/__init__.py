@@ -53,7 +53,7 @@ def _check_into(dout: Tensor, ids: Tensor, accumulate_into: Tensor, padding: int
 
 
 def _require_buffer(buffer: Tensor, device: torch.device, shape: tuple[int, ...]) -> None:
-    """A buffer that a gradient of a shape can be added to."""
+    """Requires a buffer to which a gradient of a shape can be added."""
     require_floating("embedding", "accumulate_into", buffer)
     if tuple(buffer.shape) != tuple(shape):
         raise ArgumentError(
@@ -82,7 +82,7 @@ def _describe(ids: Tensor, weight: Tensor, padding: int, out_of_range: str) -> F
 def _describe_backward(dout: Tensor, ids: Tensor, rows: int, padding: int) -> Facts:
     layout = ""
     if not (dout.is_contiguous() and ids.is_contiguous()):
-        is_readable = dout.numel() == 0 or leading_axes(dout) is not None  # its columns need not be adjacent
+        is_readable = dout.numel() == 0 or leading_axes(dout) is not None  # columns need not be adjacent
         layout = copied_layout({}, {"gradient": None if is_readable else dout, "ids": ids})
     return Facts((dout.dtype, ids.dtype), layout, (ids.numel(), rows, dout.shape[-1]))
 
@@ -100,7 +100,7 @@ def _refuse_size(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _assemble(results: tuple[Tensor, Tensor], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """The row-sparse tensor of the rows that occur and their gradients."""
+    """Makes the row-sparse tensor from the rows that occur and their gradients."""
     (indices, values), (dout, _, rows, *_) = results, arguments
     kind = {"dtype": values.dtype, "device": values.device, "layout": torch.sparse_coo, "is_coalesced": True}
     build = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors  # sparse_coo_tensor of torch 2.11 warns: no checks
@@ -167,23 +167,22 @@ def embedding(
     Args:
         ids: int32 or int64, any shape, any strides.
         weight: the table; float64, float32, bfloat16 or float16, kept by the result.
-        padding_idx: a row that is looked up as any other, and gets no gradient. Negative counts from
-            the end.
-        out_of_range: "raise" reports the first id below 0 or past the last row, by position and value:
-            at once on the CPU; on a GPU through `adjoint.check()`, with zero rows meanwhile. "zero"
-            gives zero rows and no gradient, silently.
-        accumulate_into: the backward adds the gradient to this buffer, of any floating dtype and the
-            shape of `weight`, instead of returning one: `weight.grad` stays as it is, and hooks of
-            autograd, those of distributed wrappers included, do not see it. Under `torch.compile`
-            nothing else in the graph may read it: that it changes before another op's backward has
-            read it is an error outside of a graph, and goes unnoticed inside.
-        sparse: the gradient is a row-sparse tensor, coalesced, rows ascending. Its size is data, so the
-            backward waits for the device once.
+        padding_idx: a row that is looked up as any other, and gets no gradient. A negative number counts from the end.
+        out_of_range: "raise" reports the position and value of the first id below 0 or past the last row: at once on
+            the CPU, and on a GPU through `adjoint.check()`, with zero rows meanwhile. "zero" gives zero rows and no
+            gradient, and reports nothing.
+        accumulate_into: a buffer of any floating dtype and the shape of `weight`. The backward adds the gradient to it
+            instead of returning one. So `weight.grad` stays as it is, and autograd's hooks, including those of
+            distributed wrappers, do not see the gradient. Under `torch.compile` nothing else in the graph may read the
+            buffer. If it changes before another op's backward has read it, this is an error outside of a graph, but
+            unnoticed inside.
+        sparse: whether the gradient is a row-sparse tensor, coalesced, with ascending rows. Its size depends on the
+            ids, so the backward waits for the device once.
         preference: narrows the choice of plans for this call and its backward.
 
     Raises:
-        ArgumentError: ids are not integers, weight is not a floating matrix, devices differ, an option
-            is out of range, or (on the CPU) an id is.
+        ArgumentError: ids are not integers, weight is not a floating matrix, devices differ, or an option or (on the
+            CPU) an id is out of range.
         Unsupported: no plan meets the preference.
 
     >>> import torch

@@ -63,7 +63,7 @@ _LOOKUPS = (
 
 
 def _with_other_tokens(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch]:
-    """Tokens of even rows alone; and among many tokens of one row that nobody compares."""
+    """The tokens of even rows alone, and among many tokens of one row, which is not compared."""
     ids, weight = inputs
     flat, gradient = ids.reshape(-1), upstream[0].reshape(-1, weight.shape[1])
     keep = flat % 2 == 0
@@ -83,7 +83,7 @@ def _with_other_tokens(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator
 
 
 def _mistake(change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[..., Answers]:
-    """A right lookup and a wrong gradient: `change(gradient, ids, weight)`."""
+    """A right lookup with a wrong gradient, `change(gradient, ids, weight)`."""
 
     def answer(upstream: tuple[Tensor, ...], inputs: Inputs) -> Answers:
         ids, weight = inputs
@@ -123,11 +123,11 @@ _FORMER = {
     torch.float64: torch.float32, torch.float32: torch.bfloat16,
     torch.bfloat16: torch.float32, torch.float16: torch.float16,
 }  # fmt: skip
-"""The dtype of a buffer that is added to, by that of the table: wider, narrower and the same."""
+"""The dtype of the buffer for the gradient, by that of the table: wider, narrower and the same."""
 
 
 def _buffer(inputs: Inputs) -> dict[str, Any]:
-    """Numbers that are there before."""
+    """A buffer that contains numbers already."""
     _, weight = inputs
     steps = torch.arange(weight.numel(), device=weight.device).view(weight.shape) % 7 - 3
     return {"accumulate_into": torch.zeros_like(weight, dtype=_FORMER[weight.dtype]).copy_(steps)}
@@ -157,7 +157,7 @@ def _forms(padding: int = -1) -> tuple[Form, ...]:
 
     def into(name: str, buffer: Callable[[Inputs], dict[str, Any]], **rest: Any) -> Form:
         def results(outcome: Outcome) -> tuple[Tensor | None, ...]:
-            """The buffer, in which rows without a gradient are as they were."""
+            """The buffer, if rows without a gradient are unchanged."""
             if outcome.gradients != (None,):
                 raise ValueError("a gradient is given that was added to the buffer")
             (ids, weight), sums = outcome.before, outcome.keywords["accumulate_into"]
@@ -192,7 +192,7 @@ EMBEDDING = Subject(
 
 
 def _some_wrong(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
-    """Ids below 0, past the last row and past 2^31, and many of the padding row."""
+    """Ids below 0, past the last row and past 2^31, and many ids of the padding row."""
     ids = hot_ids(generator, 9, 60, 40)
     ids[[3, 30, 59]] = torch.tensor([-1, 9, 2**31 + 4])
     return ids.to(device), normal_values(generator, dtype, device, 9, 7)
@@ -220,7 +220,7 @@ def _call(device: torch.device, **options: Any) -> Tensor:
 
 
 def _into(change: Callable[[Tensor], Tensor] = lambda buffer: buffer, **options: Any) -> Callable[[torch.device], Any]:
-    """A lookup with a buffer that was changed."""
+    """A call of a lookup with a changed buffer."""
     return lambda device: _call(device, accumulate_into=change(zero_table(device)), **options)
 
 
@@ -229,7 +229,7 @@ def _differentiate(device: torch.device, **options: Any) -> None:
 
 
 def _with_id(position: int, value: int, dtype: torch.dtype = torch.int64) -> Callable[[torch.device], None]:
-    """A lookup of 300 ids, all right but one."""
+    """A call of a lookup of 300 ids, all of them right but one."""
 
     def call(device: torch.device) -> None:
         ids = torch.arange(300, device=device).remainder(ROWS).to(dtype)
@@ -323,7 +323,7 @@ _TABLES: tuple[tuple[int, int, int, torch.dtype, str], ...] = (
 
 
 def _sparse_reference(dout: Tensor, ids: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    """The rows that occur, ascending."""
+    """The gradients of the rows that occur, in ascending order of the rows."""
     rows, which = ids.unique(return_inverse=True)
     return (dout.new_zeros(len(rows), dout.shape[1]).index_add_(0, which, dout),)
 
@@ -343,13 +343,13 @@ _SPARSE = replace(
 
 
 def _coalesced(upstream: tuple[Tensor, ...], inputs: Inputs) -> tuple[Tensor, ...]:
-    """What torch's sparse gradient is worth to an optimizer: its rows, each once."""
+    """Torch's sparse gradient in the form that an optimizer needs, with each row once."""
     ids, weight = inputs
     return (torch.sparse_coo_tensor(ids[None], upstream[0], weight.shape, check_invariants=False).coalesce().values(),)
 
 
 def _torch_into_a_buffer() -> Callable[[tuple[Tensor, ...], Inputs], tuple[Tensor, ...]]:
-    """torch's own backward, without the cost of new memory."""
+    """Torch's own backward, without the cost of new memory."""
     buffers: dict[torch.Size, Tensor] = {}
 
     def gradients(upstream: tuple[Tensor, ...], inputs: Inputs) -> tuple[Tensor, ...]:
@@ -400,7 +400,7 @@ WORKLOADS = tuple(_workloads())
 
 
 def built_calls() -> Iterator[tuple[Call, str, bool]]:
-    """Every dtype with ids of both types, and the three forms of the gradient."""
+    """Calls in every dtype with ids of both types, and in the three forms of the gradient."""
     for dtype in EMBEDDING.dtypes:
         unaligned = dtype in BUILT_UNALIGNED
         weight = torch.empty(512, 4096, dtype=dtype, device="meta")

@@ -11,9 +11,10 @@ from adjoint.ops.embedding.table import is_counted
 
 
 def gather(ids: Tensor, weight: Tensor, out: Tensor | None) -> tuple[Tensor, bool]:
-    """weight[ids], 0 where an id is out of range, into memory where it is given; and on the CPU, whether none is.
+    """weight[ids], with 0 for ids out of range, in `out` unless it is None; and whether all ids are in range.
 
-    On the CPU torch itself looks whether ids are in range. Elsewhere nobody waits to say.
+    On the CPU torch itself checks the ids. On other devices the second result is always False, because nobody waits for
+    it.
     """
     on_cpu = ids.is_cpu
     if on_cpu and out is None and ids.dim() == 1 and weight.numel():
@@ -38,7 +39,7 @@ def gather(ids: Tensor, weight: Tensor, out: Tensor | None) -> tuple[Tensor, boo
 
 
 def gradient_rows(gradient: Tensor, ids: Tensor, rows: int, padding: int, tile: int) -> tuple[Tensor, Tensor]:
-    """The rows that occur, ascending, and their gradients in the type sums run in."""
+    """The rows that occur, ascending, and their gradients in the type of the sums."""
     flat = gradient.reshape(ids.numel(), gradient.shape[-1])
     counted = is_counted(ids, rows, padding).reshape(-1)
     if flat.numel() and flat.device.type == "cpu" and counted.all():
@@ -51,7 +52,8 @@ def gradient_rows(gradient: Tensor, ids: Tensor, rows: int, padding: int, tile: 
 
 
 def _sum_on_the_cpu(terms: Tensor, keys: Tensor, out: Tensor, tile: int, padding: int = -1) -> None:
-    """The sum of the terms of each group as `sum_groups` has it, rounded once, and 0 for none and for the padding."""
+    """Writes the sum of each group's terms, as `sum_groups` computes it, rounded once. Empty groups and the padding get
+    0."""
     _add_in_order(terms, keys, out)
     if padding >= 0:
         out[padding] = 0
@@ -67,7 +69,7 @@ def _sum_on_the_cpu(terms: Tensor, keys: Tensor, out: Tensor, tile: int, padding
 
 
 def _add_in_order(terms: Tensor, keys: Tensor, out: Tensor) -> None:
-    """The sum of the terms of each group one after the other, beginning with 0, rounded once."""
+    """Adds the terms of each group one after the other, beginning with 0, and rounds the sum once."""
     if scatters_in_order(terms.dtype, terms.shape[1]) and out.is_contiguous():
         out.zero_().scatter_add_(0, keys.unsqueeze(1).expand_as(terms), terms.contiguous())
     else:
@@ -76,7 +78,7 @@ def _add_in_order(terms: Tensor, keys: Tensor, out: Tensor) -> None:
 
 
 def _sum_tiles(terms: Tensor, keys: Tensor, tile: int) -> tuple[Tensor, Tensor]:
-    """The keys, ascending, and the sum of the terms of each: of tiles one after the other, then of tiles of tiles."""
+    """The keys, ascending, with the sum of the terms of each. Terms are added in tiles, then the sums of tiles are."""
     keys, order = keys.sort(stable=True)
     terms = terms.index_select(0, order)
     while True:
@@ -94,9 +96,9 @@ def _sum_tiles(terms: Tensor, keys: Tensor, tile: int) -> tuple[Tensor, Tensor]:
 
 @cache
 def scatters_in_order(dtype: torch.dtype, columns: int) -> bool:
-    """Whether torch's `scatter_add_` of rows adds one after the other, beginning with 0, and rounds the sum once.
+    """Whether torch's `scatter_add_` adds rows one after the other, beginning with 0, and rounds the sum once.
 
-    It does in builds that sort the rows first, which takes at least 16 columns. So it is tried.
+    It does so in builds that sort the rows first, which they do for at least 16 columns. So this is found by trying.
     """
     if columns < 16:
         return False
@@ -117,7 +119,7 @@ def sparse(gradient: Tensor, ids: Tensor, rows: int, padding: int, *, tile: int)
 
 
 def dense(gradient: Tensor, ids: Tensor, rows: int, padding: int, *, tile: int, out: Tensor | None) -> Tensor:
-    """The gradient of every row, into memory where it is given."""
+    """The gradient of every row, in `out` unless it is None."""
     out = gradient.new_empty(rows, gradient.shape[-1]) if out is None else out
     if gradient.numel() and gradient.device.type == "cpu" and _are_in_range(ids, rows):
         _sum_on_the_cpu(gradient.reshape(ids.numel(), -1), ids.reshape(-1).long(), out, tile, padding)

@@ -21,7 +21,7 @@ from adjoint.ops.embedding.table import ID_OUT_OF_RANGE, is_counted
 _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
 
 MAX_NUMBER = 2**31 - 1
-"""Ids and rows a lookup can count."""
+"""The most ids, and rows, that a lookup can count."""
 
 OUT_OF_RANGE = {
     "raise": "a zero row, reported with position and value: at once on the CPU, by adjoint.check() on a GPU",
@@ -34,7 +34,7 @@ def forward_guarantee(problem: Problem) -> dict[str, Guarantee]:
 
 
 def backward_guarantee(problem: Problem, tile: int) -> dict[str, Guarantee]:
-    """For the dense and the sparse gradient; and for a buffer, whose former value is one more term."""
+    """The promises of the dense and the sparse gradient, and of a buffer, whose former value is one more term."""
     padding, into = problem.options[-1], problem.op.endswith("_into")
     dtype, out = problem.dtypes[0], problem.dtypes[2 if into else 0]
 
@@ -55,7 +55,7 @@ def backward_guarantee(problem: Problem, tile: int) -> dict[str, Guarantee]:
             "row",
             sum_error(bound, f"dout| over the row's tokens{' and its former value' * into}", "a token", dtype),
             dtype,
-            # Some libraries round float64 to a 16-bit type by way of float32.
+            # Some libraries round float64 to a 16-bit type through float32.
             device_invariant=not (dtype == torch.float64 and out.itemsize == 2),
             domain=f"{IN_RANGE}; {order_in_words(tile)}",
             special_values=f"as IEEE sums that begin with +0: a row never referenced {untouched}, no sum is −0",
@@ -97,10 +97,10 @@ EMBEDDING = (
 
 
 def _backward(form: str) -> tuple[Candidate, ...]:
-    """Tiles first: no distribution of ids is slow. Then strictly sequential sums.
+    """The candidates of a backward: first tiles, which are slow for no distribution of ids, then sequential sums.
 
     Args:
-        form: "dense", "into" or "sparse": how many rows the last one has is a result, so its kernels wait.
+        form: "dense", "into" or "sparse". The number of rows of a sparse gradient is a result, so its kernels wait.
     """
     orders = {"tiles": TILE, "sequential": SEQUENTIAL}
 

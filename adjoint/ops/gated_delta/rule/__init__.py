@@ -132,34 +132,34 @@ def gated_delta_rule(
     normalize_qk: bool = False,
     preference: Preference | None = None,
 ) -> tuple[Float[Tensor, "batch time value_heads V"], Float[Tensor, "sequences value_heads K V"] | None]:
-    """The gated delta rule over whole sequences: every token's output, and the state after the last.
+    """The gated delta rule over whole sequences: every token's output, and the state after the last token.
 
-    Time comes before heads: [B, T, H, D]. Tensors with heads first, [B, H, T, D], are taken for that without an error
-    where their shapes allow it, as they do when there are as many key heads as value heads; the result is then wrong.
+    Time comes before heads: [B, T, H, D]. Tensors with heads first, [B, H, T, D], give a wrong result without an error
+    if their shapes allow it, which they do when there are as many key heads as value heads.
 
-    Value head h reads key head h // (H / Hg). Under autocast q, k and v are cast to its dtype, unless they are
-    float64; gates and states are left alone.
+    Value head h reads key head h // (H / Hg). Under autocast q, k and v are cast to its dtype, unless they are float64;
+    gates and states are not.
 
     Args:
         q, k: queries and keys; float64, float32, bfloat16 or float16, one dtype for q, k and v. K is at most 256.
         v: values; its heads are a multiple of those of q and k. V is at most 256.
-        g: the logarithm of the decay, at most 0; float32 or the dtype of q. −inf resets the state: nothing of what was
-            before the token reaches it or a later one, and its own gradient is 0.
+        g: the logarithm of the decay, at most 0; float32 or the dtype of q. −inf resets the state: nothing before the
+            token reaches it or a later token, and the gradient of this g is 0.
         beta: the strength, from 0 to 1; float32 or the dtype of q.
         scale: a factor of the outputs; 1/sqrt(K) by default.
-        initial_state: the state each sequence begins with, float32 (float64 for float64); 0 by default.
-        output_final_state: whether the final states are wanted; None is returned in their place otherwise.
-        cu_seqlens: int32 or int64, ascending from 0 to T: the bounds of sequences that are packed in the only row
-            of the batch. Without it every row is a sequence.
-        normalize_qk: divides q and k by sqrt(Σx² + 1e-6) first.
+        initial_state: the first state of each sequence, float32 (float64 for float64); 0 by default.
+        output_final_state: whether to return the final states; otherwise None is returned in their place.
+        cu_seqlens: int32 or int64, ascending from 0 to T: the bounds of sequences that are packed in the only row of
+            the batch. Without it every row is a sequence.
+        normalize_qk: whether to divide q and k by sqrt(Σx² + 1e-6) first.
         preference: narrows the choice of plans for this call and its backward.
 
     Raises:
-        ArgumentError: shapes, dtypes, devices or sizes are wrong, or (on the CPU) g is positive or cu_seqlens out
-            of order; on a GPU `adjoint.check()` raises for values. Inside `adjoint.checked()` also where g is NaN, beta
-            is not from 0 to 1, or, without normalize_qk, a key makes the state grow: e^g·(β‖k‖² − 1) is more than
-            1 + 2⁻⁶. Then I − βkkᵀ has an eigenvalue below −1 that the decay does not make up for, nor the rounding of
-            keys explain.
+        ArgumentError: shapes, dtypes, devices or sizes are wrong, or (on the CPU) g is positive or cu_seqlens is out of
+            order; on a GPU `adjoint.check()` raises for values. Inside `adjoint.checked()` also if g is NaN, beta is
+            not from 0 to 1, or, without normalize_qk, a key makes the state grow: e^g·(β‖k‖² − 1) is more than 1 + 2⁻⁶.
+            Then I − βkkᵀ has an eigenvalue below −1. The decay does not compensate it, and the rounding of keys does
+            not explain it.
         Unsupported: no plan meets the preference.
 
     >>> import torch

@@ -53,21 +53,21 @@ from adjoint.ops.gated_delta.rule.triton.reverse_scan import Upstream, reverse_s
 from adjoint.ops.gated_delta.rule.triton.state_scan import bind_reverse_transitions, bind_state_scan, scan_regions
 
 TOKEN_GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta")
-"""Gradients with a row for each token, in the order of their bits in `need`."""
+"""The gradients with a row for each token, in the order of their bits in `need`."""
 
 
 def parts_of(shape: Shape) -> int:
-    """Numbers of the storage type that an element of T is stored in: dg and dβ of nearly equal keys need two."""
+    """How many numbers of the storage type store an element of T. dg and dβ of nearly equal keys need two."""
     return 1 if shape.is_float32 else 2
 
 
 def _dtypes(shape: Shape) -> tuple[torch.dtype, ...]:
-    """Of the gradients with a row for each token."""
+    """The dtypes of the gradients with a row for each token."""
     return (*(shape.element,) * 3, shape.gate, shape.strength)
 
 
 def backward(setup: Setup, hopper: bool = False) -> Execute:
-    """The gradients that `need`, a mask, asks for."""
+    """Computes the gradients in the mask `need`."""
     shape = Shape.of(setup.problem)
     _scale, normalize, need = setup.problem.options
     setup.add_numeric(chunk=CHUNK, segment=packing.SEGMENT)
@@ -126,9 +126,9 @@ def backward(setup: Setup, hopper: bool = False) -> Execute:
 
 
 def _bind_state_scan(setup: Setup, shape: Shape, parts: int, hopper: bool) -> Callable[..., None]:
-    """States and new values of the forward again: `launch(memory, k, v, initial_state, saved)`.
+    """Binds the scan that computes states and new values again: `launch(memory, k, v, initial_state, saved)`.
 
-    The kernel for Hopper has the bits of the one in Triton.
+    The kernel for Hopper gives the same bits as the one in Triton.
     """
     initial = shape.has_initial_state
     if hopper:
@@ -139,8 +139,10 @@ def _bind_state_scan(setup: Setup, shape: Shape, parts: int, hopper: bool) -> Ca
 
 
 def _bind_scans(setup: Setup, shape: Shape, parts: int, hopper: bool) -> Callable[..., None]:
-    """The state scan and the reverse scan, and then the gradients, as far as these are not computed beside them:
-    `launch(memory, upstream, v, initial_state, saved, dinitial_state, compute_gradients)`."""
+    """Binds the state scan, the reverse scan, and then the gradients that are not computed beside them.
+
+    The result is `launch(memory, upstream, v, initial_state, saved, dinitial_state, compute_gradients)`.
+    """
     *_, need = setup.problem.options
     ends = {"final": shape.has_final_gradient, "initial": bool(need & NEED_STATE)}
     states = _bind_state_scan(setup, shape, parts, hopper)
@@ -176,9 +178,9 @@ def _bind_scans(setup: Setup, shape: Shape, parts: int, hopper: bool) -> Callabl
         def scan_whole() -> None:
             whole(memory, upstream, dinitial)
 
-        # The reverse scan and the state scan do not need each other, and the reverse scan leaves most of the card idle
-        # where sequences are few. It goes first: its programs need a whole SM each, and would find none after those of
-        # the state scan.
+        # The reverse scan and the state scan do not depend on each other, and the reverse scan leaves most of the GPU
+        # idle if there are few sequences. It goes first, because each of its programs needs a whole SM and would find
+        # none behind those of the state scan.
         if beside:
             beside(memory, upstream, dinitial, scan_states, compute_gradients)
             return
@@ -188,7 +190,7 @@ def _bind_scans(setup: Setup, shape: Shape, parts: int, hopper: bool) -> Callabl
             return
 
         def scan_whole_and_transitions() -> None:
-            scan_whole()  # of what is packed with the long ones
+            scan_whole()  # for the sequences that are packed with the long ones
             transitions(memory, upstream.k)
 
         def scan_terms() -> None:
@@ -202,7 +204,7 @@ def _bind_scans(setup: Setup, shape: Shape, parts: int, hopper: bool) -> Callabl
             compose(memory)
             segments(memory, upstream, dinitial)
 
-        if may_be_whole:  # most sequences may not be split
+        if may_be_whole:  # most sequences may be too short to be split
             run_concurrently(device, scan_whole_and_transitions, scan_terms_and_states, worthwhile=is_large)
             scan_segments()
         else:
@@ -214,7 +216,7 @@ def _bind_scans(setup: Setup, shape: Shape, parts: int, hopper: bool) -> Callabl
 
 
 def _may_compute_beside(setup: Setup, shape: Shape) -> bool:
-    """Whether gradients may be computed beside the reverse scan: of one long sequence that is scanned whole."""
+    """Whether gradients may be computed beside the reverse scan: for one long sequence that is scanned whole."""
     is_one = shape.sequences == 1 and not shape.is_packed and not shape.is_split_in_reverse
     return is_one and shape.time >= setup.schedule["tokens_beside"]
 
@@ -223,7 +225,7 @@ def _may_compute_beside(setup: Setup, shape: Shape) -> bool:
 
 
 def _bind_triton_gradients(setup: Setup, shape: Shape) -> Callable[..., None]:
-    """The gradients of tokens: `launch(memory, upstream, v, outputs)`."""
+    """Binds the kernels of the tokens' gradients: `launch(memory, upstream, v, outputs)`."""
     _scale, normalize, need = setup.problem.options
     upstream = shape.has_output_gradient
     matrices = gradients = gate_gradients = None
@@ -250,9 +252,9 @@ def _bind_triton_gradients(setup: Setup, shape: Shape) -> Callable[..., None]:
 
 
 def _bind_hopper_gradients(setup: Setup, shape: Shape) -> Callable[..., None]:
-    """The same by one kernel, which computes all of them; those that are not needed go to the workspace.
+    """Binds one kernel that computes all gradients of tokens; those that are not needed go to the workspace.
 
-    What a launch takes besides is of a part of a sequence: see `gradients.bind_gradients`.
+    The further arguments of a launch are about a part of a sequence: see `gradients.bind_gradients`.
     """
     from adjoint.ops.gated_delta.rule.hopper import gradients
 
@@ -275,7 +277,7 @@ def _bind_hopper_gradients(setup: Setup, shape: Shape) -> Callable[..., None]:
 
 
 def _without_tokens(need: int) -> Execute:
-    """Without tokens, heads or sizes, the gradient of the states goes through as it is."""
+    """The backward without tokens, heads or sizes: the gradient of the final states is that of the initial states."""
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:
         _do, dfinal_state, *_ = arguments

@@ -73,7 +73,7 @@ _CASES = (
 
 
 def _rebatched(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch]:
-    """A sequence keeps its bits: a row alone, a packed sequence alone, the outputs of a prefix, and beside NaN."""
+    """Batches in which a sequence keeps its bits: a row alone, a packed sequence alone, a prefix, and beside NaN."""
     *tokens, state, cu_seqlens = inputs
     do, dfinal = upstream
     rows, time = do.shape[:2]
@@ -113,7 +113,8 @@ def _rebatched(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch
         x[row, end - 1] = torch.nan
 
     def elsewhere(whole: Answers, part: Answers) -> Iterator[tuple[Tensor, Tensor]]:
-        """Other sequences, their states and gradients; of the same sequence the outputs of the chunks before."""
+        """The results that must keep their bits: other sequences, with their states and gradients, and the outputs of
+        earlier chunks of the same sequence."""
         for got, every in zip((*part[0], *part[1]), (*whole[0], *whole[1]), strict=True):
             mask = torch.ones(every.shape[:2], dtype=torch.bool, device=every.device)
             if every.shape[1] == time:
@@ -130,12 +131,14 @@ def _rebatched(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch
 _INPUTS = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
 
 LONG = 256
-"""Tokens from which the reference goes by chunks: token by token, a layer takes a GPU minutes."""
+"""From this many tokens on the reference goes by chunks, because token by token a layer takes a GPU minutes."""
 
 
 def _exact(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *rest: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
-    """The reference: token by token, and by chunks where there are many tokens and no resets, which chunks cannot take.
-    In float64 both agree to far less than any bound."""
+    """The reference: token by token, or by chunks for many tokens without resets, which chunks cannot take.
+
+    In float64 both agree to far less than any bound.
+    """
     by_chunks = q.shape[1] > LONG and bool(g.isfinite().all())
     return reference.gated_delta_rule(q, k, v, g, *rest, **keywords, by_chunks=by_chunks)
 
@@ -144,7 +147,7 @@ _changed = partial(changed, _exact, _INPUTS)
 
 
 def _interleaved(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Value head h reads key head h modulo Hg."""
+    """A mistake: value head h reads key head h modulo Hg."""
     times = v.shape[2] // q.shape[2]
     return _exact(q.repeat(1, 1, times, 1), k.repeat(1, 1, times, 1), v, *rest)
 
@@ -175,7 +178,7 @@ _RULE = Subject(
 
 
 def _scaled(make: Make) -> Make:
-    """q and k of many lengths."""
+    """Inputs whose q and k have many lengths."""
 
     def make_scaled(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
         q, k, *rest = make(dtype, device, generator)
@@ -229,7 +232,7 @@ def _two_rows(device: torch.device) -> None:
 
 
 def _backward(need: int, saved: int) -> Any:
-    """The operator of the backward, with so many saved states."""
+    """A call of the backward's operator with `saved` saved states."""
     shapes = ((1, 6, 2, 3), (1, 6, 1, 4), (1, 6, 1, 4), (1, 6, 2, 3), (1, 6, 2), (1, 6, 2), (saved, 2, 4, 3))
 
     def call(device: torch.device) -> Any:
@@ -310,14 +313,14 @@ _ROWS = (
     (32768, 16, 32, 1, "FlashQLA's gates"),
     (32768, 16, 32, 1, "initial gates"),
 )
-"""Tokens, key heads, value heads, sequences they are packed from, and gates."""
+"""The layers that are timed: tokens, key heads, value heads, the number of packed sequences, and gates."""
 
 _LONGEST_IN_TORCH = 4096
-"""Tokens of the longest row that torch takes part in: a compiler unrolls its loop over chunks."""
+"""The longest row, in tokens, for which torch takes part, because a compiler unrolls its loop over chunks."""
 
 
 def _by_chunks(*inputs: Any) -> tuple[Tensor]:
-    """The chunked form in float64, which other tests hold to the recurrence: that would take minutes here."""
+    """The chunked form in float64. The recurrence would take minutes here; other tests compare the two."""
     v = inputs[2]
     out, unused = torch.empty_like(v), v.new_empty(0)
     eager.forward((*inputs, K**-0.5, False, False, False, False), (out, unused, unused))
@@ -370,7 +373,7 @@ _BYTES = _TIME * _HEADS * K * 4
 
 _ON_A_CPU = Workload(
     name=f"{_TIME} tokens × {_HEADS} heads of {K}×{V}, float32",
-    # The recurrence would keep a state for every token; by chunks it is the same function, and fits.
+    # The recurrence would keep a state for every token. By chunks it is the same function, and it fits in memory.
     subject=replace(_RULE, reference=_chunked, reference_backward=gradients(_chunked)),
     make=tokens((1, _TIME, _HEADS, _HEADS, K, V), decay=0.1),
     forward_bytes=4 * _BYTES,
@@ -385,7 +388,7 @@ WORKLOADS = (*(_workload(*row) for row in _ROWS), _ON_A_CPU)
 
 
 def _error_workloads(time: int, nearly_equal: bool, divisor: int) -> Iterator[Workload]:
-    """A layer whose errors are measured: outputs with the final state, and gradients where that is not used."""
+    """A layer whose errors are measured: outputs with the final state, and gradients without it."""
     keys = "nearly equal keys" if nearly_equal else "random keys"
     decay = f"log σ(x) / {divisor}" if divisor > 1 else "log σ(x)"
     workload = replace(
@@ -408,7 +411,7 @@ ERROR_WORKLOADS = tuple(
     )
     for workload in _error_workloads(*row)
 )  # fmt: skip
-"""Tokens, whether keys are nearly equal, and by what the decays log σ(x) are divided."""
+"""Layers whose errors are measured: tokens, whether keys are nearly equal, and the divisor of the decays log σ(x)."""
 
 
 # ---------------------------------------------------------------------------------------------- builds
@@ -423,8 +426,8 @@ _LAYERS: tuple[tuple[Any, ...], ...] = (
     (torch.float32, (16, 32), (256, 256), True, False),
     (torch.float32, (4, 8), (128, 128), False, False),
 )
-"""Element type, key and value heads, K and V, whether q and k are normalised, and whether kernels are built for memory
-of the caller without alignment too. Few heads are split."""
+"""The calls that are built: element type, key and value heads, K and V, whether q and k are normalised, and whether
+kernels are built for the caller's unaligned memory as well. Few heads are split."""
 
 _ON_HOPPER: tuple[tuple[Any, ...], ...] = (
     (torch.bfloat16, (16, 32), (128, 128), False, True),
@@ -438,7 +441,7 @@ _ON_HOPPER: tuple[tuple[Any, ...], ...] = (
     (torch.float16, (16, 32), (64, 192), False, True),
     (torch.float16, (32, 32), (64, 192), False, False),
 )
-"""The same of the plan for Hopper: one key head of a program or two, and heads that are not in pairs."""
+"""The same for the Hopper plan: one or two key heads in a program, and an odd number of heads."""
 
 
 def _built(dtype: torch.dtype, heads: tuple[int, int], sizes: tuple[int, int], normalize: bool, **rest: Any) -> Call:
@@ -450,7 +453,7 @@ def _built(dtype: torch.dtype, heads: tuple[int, int], sizes: tuple[int, int], n
 
 
 def built_calls() -> Iterator[tuple[Call, str, bool]]:
-    """Every type and size that kernels are cut for: packed with states, and rows of a batch."""
+    """Calls in every type and size for which kernels are specialised: packed with states, and rows of a batch."""
     for *built, unaligned in _LAYERS:
         _, heads, sizes, _ = built
         states: dict[str, Any] = {"initial_state": on_meta(4, heads[1], *sizes), "output_final_state": True}

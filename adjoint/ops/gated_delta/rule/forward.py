@@ -9,12 +9,12 @@
     state scan                  triton/state_scan               hopper/forward_scan, one kernel
     output                      triton/output                   for both
 
-Where spans and heads alone keep the GPU busy, hopper/whole_scan takes the place of hopper/forward_scan, bit for bit. It
-computes the scores itself, and hopper/chunk_inverse none. It does so for a long sequence, too, stretches of which it
-scans side by side from the states that hopper/states_ahead finds.
+If spans and heads alone keep the GPU busy, hopper/whole_scan replaces hopper/forward_scan and gives the same bits. It
+computes the scores itself, so hopper/chunk_inverse computes none. It also serves a long sequence, of which it scans
+parts side by side from the states that hopper/states_ahead computes.
 
-Only where a sequence is split have segments transitions, and states that are composed of them; only where it is asked
-for are q and k normalised.
+Segments have transitions, and states that are composed of them, only if a sequence is split. q and k are normalised
+only if the call asks for it.
 """
 
 from collections.abc import Callable
@@ -38,14 +38,14 @@ from adjoint.ops.gated_delta.rule.triton.output import bind_output
 from adjoint.ops.gated_delta.rule.triton.state_scan import bind_state_scan, bind_transitions, scan_regions
 
 PARTS = 1
-"""Numbers of the storage type that an element of T is stored in."""
+"""How many numbers of the storage type store an element of T."""
 
 
 def forward(setup: Setup, hopper: bool = False) -> Execute:
-    """o; the final states, and those between segments, where they are needed.
+    """Computes o and, if they are needed, the final states and the states between segments.
 
     Args:
-        hopper: with the kernels for Hopper.
+        hopper: whether to use the kernels for Hopper.
     """
     shape, device = Shape.of(setup.problem), setup.device
     _scale, normalize, output_final_state, checking, keep = setup.problem.options
@@ -104,18 +104,18 @@ def forward(setup: Setup, hopper: bool = False) -> Execute:
             if clear_saved:
                 clear_saved(memory, saved)
 
-        # The outputs of tokens that belong to no sequence, and saved states that no sequence has, are cleared beside.
+        # Beside that, the outputs of tokens that belong to no sequence, and unused saved states, are cleared.
         run_concurrently(device, compute_chunks, clear_others, worthwhile=concurrently)
 
     return execute
 
 
 class _Kernels(NamedTuple):
-    """What computes the chunks; without an output kernel, the scan gives the outputs, and without one for the inverses
-    it computes those, too.
+    """The kernels that compute the chunks. Without an output kernel the scan writes the outputs, and without a kernel
+    for the inverses it computes these as well.
 
-    Where sequences may be split, whole and split scans are both bound: a plan for another length must find its own
-    compiled.
+    If sequences may be split, whole and split scans are both bound, because a plan for another length must find its
+    scan compiled.
     """
 
     inverse: Callable[..., None] | None
@@ -140,7 +140,7 @@ def _bind_triton(setup: Setup, shape: Shape) -> _Kernels:
 
 
 def _bind_hopper(setup: Setup, shape: Shape) -> _Kernels:
-    """Binds every scan that can serve, as other numbers of sequences and lengths ask for another one."""
+    """Binds every scan that can serve, because other numbers of sequences and other lengths need another one."""
     from adjoint.ops.gated_delta.rule.hopper.transitions import bind_transitions
 
     spans = shape.forward_spans * shape.heads * (shape.V // 128)
@@ -162,18 +162,18 @@ def _bind_hopper(setup: Setup, shape: Shape) -> _Kernels:
 
 
 def _can_scan_whole(shape: Shape) -> bool:
-    """Whether a program may have 128 columns of V: of an odd number of heads, scores in memory have other bits."""
+    """Whether a program may have 128 columns of V. For an odd number of heads, scores in memory have other bits."""
     return shape.V % 128 == 0 and shape.heads % 2 == 0
 
 
 def _can_scan_ahead(shape: Shape) -> bool:
-    """Whether states may be scanned ahead of the outputs, and stretches of a sequence side by side."""
+    """Whether states may be scanned ahead of the outputs, and parts of a sequence side by side."""
     return _can_scan_whole(shape) and not shape.may_split
 
 
 _Scans = tuple[Callable[..., None] | None, Callable[..., None], Callable[..., None]]
-"""The kernel of the inverses, if the scan does not compute them; the scan of whole sequences and, where they may be
-split, that of segments."""
+"""The kernel of the inverses, or None if the scan computes them; the scan of whole sequences; and the scan of segments,
+for sequences that may be split."""
 
 
 def _bind_scan_in_halves(setup: Setup, shape: Shape) -> _Scans:
@@ -206,12 +206,12 @@ def _bind_whole_scan(setup: Setup, shape: Shape, is_ahead: bool) -> _Scans:
 
 
 def _without_scores(inverse: Callable[..., None]) -> Callable[..., None]:
-    """What computes inverses alone, to be called as what computes scores with them."""
+    """A function that computes only inverses, with the arguments of one that also computes scores."""
     return lambda memory, queries, keys, scale: inverse(memory, keys)
 
 
 def _without_tokens(setup: Setup, shape: Shape, copies: Copies) -> Execute:
-    """Without tokens, heads or sizes, states stay what they are; values are checked all the same."""
+    """The forward without tokens, heads or sizes: states stay as they are, and values are checked all the same."""
     bounds = bind_bounds(setup, shape, CHUNK, raises=True) if shape.is_packed else None
 
     def execute(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], workspace: Tensor | None) -> None:

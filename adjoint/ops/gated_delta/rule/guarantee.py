@@ -1,7 +1,7 @@
-"""What plans of the gated delta rule promise: bounds evaluated in float64 beside the reference, for the very inputs.
+"""The promises of plans of the gated delta rule: bounds evaluated in float64 beside the reference, for the very inputs.
 
-`bound.py` evaluates them, and docs/gated-delta-error.md proves them. Here is what they depend on, the arithmetic of a
-plan, and what is recorded of the op's cases beside them.
+The package `bound` evaluates them, and docs/gated-delta-error.md proves them. This module has the arithmetic of a plan,
+on which they depend, and the ceilings that are recorded for the op's cases.
 """
 
 import weakref
@@ -34,37 +34,39 @@ _SPECIAL_VALUES = (
 _SPECIAL_GRADIENTS = f"{RESETS}; any other NaN or infinity may reach every gradient of its own sequence, and no other's"
 
 CEILINGS = {torch.float32: 4e-6, torch.bfloat16: 1.2e-2, torch.float16: 1.6e-3}
-"""Recorded of o, final and saved states on kernels. The largest that were measured are in docs/gated-delta.md."""
+"""Recorded ceilings of o, final and saved states on kernels. docs/gated-delta.md has the largest measured errors."""
 
 BACKWARD_CEILINGS = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-"""Recorded of every gradient. The largest that was measured: 2.1e-6, 2.0e-2 and 1e-3, of dg where states are random and
-their products ⟨S, dS⟩, of 16-bit numbers, cancel; on layers of 1024 tokens and more 7e-7, 1.3e-2 and 9e-4."""
+"""Recorded ceilings of every gradient. The largest measured errors are 2.1e-6, 2.0e-2 and 1e-3. They are those of dg
+for random states, whose products ⟨S, dS⟩ of 16-bit numbers cancel. On layers of 1024 tokens and more the largest are
+7e-7, 1.3e-2 and 9e-4."""
 
 _ROUNDINGS = {
     "o": 5, "final_state": 4, "saved": 4,
     "dq": 7, "dk": 8, "dv": 8, "dg": 8, "dbeta": 8, "dinitial_state": 6,
 }  # fmt: skip
-"""Of what a product takes or memory keeps, to the storage type, on the longest way to a result.
+"""The number of roundings to the storage type on the longest way to a result: of operands of products, and of memory.
 
-Forward: T, the state, the residual, the new values, and with o itself. Backward: T, S, the residual and v' as forward;
-W, Tᵀ Pᵀ do, dS⁺, β·e^G·Y, Y; M or E; and the gradient itself.
+Forward: T, the state, the residual, the new values, and for o the result itself. Backward: T, S, the residual and v' as
+in the forward; W, Tᵀ Pᵀ do, dS⁺, β·e^G·Y, Y; M or E; and the gradient itself.
 """
 
 _WITHOUT_W = 2
-"""Fewer on Hopper on the way of what depends on dS: W and Tᵀ Pᵀ do."""
+"""The fewer roundings on Hopper for results that depend on dS: those of W and Tᵀ Pᵀ do."""
 
 _THROUGH_M = 3
-"""More on the way of what depends on dS, where it passes through the M of a segment: S, the residual and v'."""
+"""The further roundings for results that depend on a dS that passes through the M of a segment: those of S, the
+residual and v'."""
 
 _FLOORS = {torch.float16: torch.finfo(torch.float16).smallest_normal}
-"""What lies in memory between kernels loses digits below this."""
+"""Numbers in memory between kernels lose digits if they are smaller than this."""
 
 _OF = {
     "o": "the outputs of a token", "final_state": "a state", "saved": "a state", "dq": "dq of a token and key head",
     "dk": "dk of a token and key head", "dv": "dv of a token", "dg": "dg of a token", "dbeta": "dbeta of a token",
     "dinitial_state": "the gradient of a state",
 }  # fmt: skip
-"""What one number of a bound is for: a vector's error in the Euclidean norm, a state's in that of Frobenius."""
+"""The results that have one number of a bound each: of the Euclidean norm of an error, or of the Frobenius norm."""
 
 _AXES = {"o": 1, "final_state": 2, "saved": 2, "dq": 1, "dk": 1, "dv": 1, "dinitial_state": 2}
 
@@ -79,7 +81,7 @@ def _kinds(problem: Problem) -> dict[str, torch.dtype]:
 
 
 _INPUTS = 7
-"""Of the rule and of its reference: q, k, v, g, beta, initial states and bounds of sequences."""
+"""The number of inputs of the rule and its reference: q, k, v, g, beta, initial states and bounds of sequences."""
 
 
 class _Bounds:
@@ -91,7 +93,7 @@ class _Bounds:
         self._bounds: dict[str, Tensor] = {}
 
     def of(self, name: str, *inputs: Tensor | None) -> Tensor:
-        """The bound of a result: `inputs` are those of the reference, after upstream gradients for a gradient."""
+        """The bound of a result. `inputs` are those of the reference; for a gradient, upstream gradients come first."""
         if self._inputs is None or not _are_those(inputs, self._inputs):
             self._bounds = self._evaluate(inputs)
             self._inputs = tuple(_no_tensor if x is None else weakref.ref(x) for x in inputs)
@@ -105,22 +107,22 @@ class _Bounds:
         call = Call(arithmetic_of(self._problem, self._hopper), scale, normalize)
         if not self._problem.op.endswith("backward"):
             return call.forward(_kinds(self._problem), *inputs)  # type: ignore[arg-type]
-        if len(inputs) == _INPUTS + 1:  # of a call without final states, which have no gradient then
+        if len(inputs) == _INPUTS + 1:  # a call without final states, which then have no gradient
             inputs = (inputs[0], None, *inputs[1:])
         return call.backward(_kinds(self._problem), *inputs)  # type: ignore[arg-type]
 
 
 def _are_those(inputs: tuple[Tensor | None, ...], references: tuple[Any, ...]) -> bool:
-    """Whether inputs are the very tensors that were referred to."""
+    """Whether inputs are the same tensor objects as those of some weak references."""
     return len(inputs) == len(references) and all(x is of() for x, of in zip(inputs, references, strict=True))
 
 
 def _no_tensor() -> None:
-    """Stands for a reference to an input that is not there."""
+    """Stands for a reference to an absent input."""
 
 
 def arithmetic_of(problem: Problem, hopper: bool | None) -> "Arithmetic":
-    """What a plan rounds: on kernels, for Hopper or not, or (None) in plain PyTorch."""
+    """The arithmetic of a plan: on kernels, for Hopper or not, or, if `hopper` is None, in plain PyTorch."""
     from adjoint.ops.gated_delta.rule.bound import TF32_PRODUCT, Arithmetic
 
     shape, normalize = Shape.of(problem), problem.options[1]
@@ -170,8 +172,10 @@ def _special_values(problem: Problem) -> str:
 
 
 def _has_expected(problem: Problem, hopper: bool | None, name: str) -> bool:
-    """Whether there is a model of a result's roundings: there is for outputs and final states in 16 bits, where q and k
-    are not normalised and no sequence is split."""
+    """Whether there is a model of a result's roundings.
+
+    There is one for outputs and final states in 16 bits, if q and k are not normalised and no sequence is split.
+    """
     shape = Shape.of(problem)
     narrow = hopper is not None and not shape.is_float32
     return narrow and name in ("o", "final_state") and not (problem.options[1] or shape.is_split)
@@ -179,7 +183,7 @@ def _has_expected(problem: Problem, hopper: bool | None, name: str) -> bool:
 
 @torch.no_grad()
 def _expected(problem: Problem, hopper: bool | None, name: str, *inputs: Tensor | None) -> Tensor:
-    """The root mean square of an error, as a model of its roundings expects it: see `bound/expected.py`."""
+    """The root mean square of an error that a model of its roundings expects: see `bound/expected.py`."""
     from adjoint.ops.gated_delta.rule.bound import Call
 
     call: Any = Call(arithmetic_of(problem, hopper), problem.options[0], normalize=False)
@@ -238,7 +242,7 @@ def on_kernels(problem: Problem, hopper: bool) -> dict[str, Guarantee]:
 
 
 def _range_of_float16(backward: bool, hopper: bool) -> str:
-    """What is rounded to float16 and may be larger than its largest number; `bound/overflow.py` evaluates it."""
+    """Words about the numbers that are rounded to float16 and may overflow. `bound/overflow.py` evaluates where."""
     domain = (
         "; float16 rounds 65520 and more to infinity: the bound is infinite, and nothing promised, from the chunk on "
         "where a state, β v − β e^G k S, a new value v' or q·k, with its scale or without, may be as large"

@@ -1,4 +1,4 @@
-"""Layers that the rule is timed on, and the rule in torch's own functions."""
+"""The layers on which the rule is timed, and the rule in torch's own functions."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +13,7 @@ from adjoint.ops.gated_delta.packing import CHUNK
 from adjoint.ops.gated_delta.values import drawn_on
 
 K = V = 128
-"""The sizes of keys and values that are timed."""
+"""The sizes of keys and values in the workloads."""
 
 Normal = Callable[..., Tensor]
 
@@ -27,14 +27,15 @@ def _slow(normal: Normal, time: int, heads: int) -> Tensor:
 
 
 def _quarter_without_decay(normal: Normal, time: int, heads: int) -> Tensor:
-    """The gates of FlashQLA's own benchmark: log σ(x) / 16, and none at all in a quarter of the heads."""
+    """The gates of FlashQLA's own benchmark: log σ(x) / 16, and no decay at all in a quarter of the heads."""
     g = _log_sigmoid(normal, time, heads) / 16
     g[..., normal(heads).argsort()[: heads // 4]] = 0
     return g
 
 
 def _initial(normal: Normal, time: int, heads: int) -> Tensor:
-    """−A·softplus(dt) as Qwen3-Next begins: A uniform in [0.01, 16), the log of softplus(dt) between 0.001 and 0.1."""
+    """The initial gates of Qwen3-Next, −A·softplus(dt), with A uniform in [0.01, 16), and softplus(dt) log-uniform
+    between 0.001 and 0.1."""
 
     def uniform(*shape: int) -> Tensor:
         return torch.special.ndtr(normal(*shape))
@@ -44,18 +45,21 @@ def _initial(normal: Normal, time: int, heads: int) -> Tensor:
 
 
 GATES = {"": _log_sigmoid, "slow decay": _slow, "FlashQLA's gates": _quarter_without_decay, "initial gates": _initial}
-"""Logarithms of decays, by the name a row has.
+"""The logarithms of decays, by the name in a row.
 
-Our times do not depend on them. Those of a peer do that leaves out what has decayed away: log σ(x) itself halves a
-state at every token, more than most heads of a layer do.
+Our times do not depend on them. But those of a peer do that leaves out terms that have decayed away. log σ(x) itself
+halves a state at every token, which is a stronger decay than that of most heads of a layer.
 """
 
 
 def layer(
     time: int, key_heads: int, heads: int, sequences: int, gates: str, share: float = 1.0, nearly_equal: bool = False
 ) -> Make:
-    """Directions as keys and queries, decays and strengths as a layer has them, sequences of one length; a share of the
-    decays, and keys that are one direction and a twentieth of another, where that is asked for."""
+    """The inputs of a layer: random directions as keys and queries, decays and strengths as in a layer, and sequences
+    of one length.
+
+    The decays are multiplied by `share`. Nearly equal keys are one common direction plus a twentieth of another one.
+    """
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
         normal = partial(torch.randn, **drawn_on(device, generator))
@@ -72,7 +76,7 @@ def layer(
 
 
 def in_torch(*inputs: Any) -> Tensor:
-    """By chunks in torch's own functions, in float32, for one sequence."""
+    """The rule by chunks in torch's own functions, in float32, for one sequence."""
     q, k, v, g, beta = (x.float() for x in inputs[:5])
     time, repeat, chunks = q.shape[1], v.shape[2] // q.shape[2], q.shape[1] // CHUNK
 

@@ -20,7 +20,7 @@ _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
 
 _CHUNKS: dict[str, Any] = {
     "numeric": lambda problem: {"chunk": CHUNK, "segment": SEGMENT},
-    "waits": lambda problem: len(problem.dtypes) > 3,  # with cu_seqlens, the number of chunks is data
+    "waits": lambda problem: len(problem.dtypes) > 3,  # with cu_seqlens, the number of chunks depends on values
     "revision": 2,
 }
 
@@ -28,10 +28,10 @@ _CHUNKS: dict[str, Any] = {
 # ---------------------------------------------------------------------------------------------- on kernels
 
 MAX_TOKENS = 2**31 - 2**17
-"""Places on the token axis are 32 bits, with room for the rows of a chunk past the last."""
+"""The most tokens. Places on the token axis have 32 bits, with room for the rows of a chunk past the last token."""
 
 MAX_HEADS = 2**14
-"""Offsets between the heads of a token are 32 bits."""
+"""The most heads, because offsets between the heads of a token have 32 bits."""
 
 MAX_PROGRAMS = 2**31 - 1
 
@@ -69,7 +69,7 @@ def _refuse_hopper(problem: Problem) -> str:
 
 
 def _entry(problem: Problem, hopper: bool) -> str:
-    """The name of a problem's schedule: by what its kernels are cut for."""
+    """The name of a problem's schedule, by the sizes for which its kernels are specialised."""
     shape, backward = Shape.of(problem), problem.op.endswith("backward")
     direction = "backward" if backward else "forward"
     words = [f"hopper {direction}" if hopper else f"{direction} {'float32' if shape.is_float32 else '16-bit'}"]
@@ -81,7 +81,7 @@ def _entry(problem: Problem, hopper: bool) -> str:
 
 
 def _on_kernels(kernel: str, direction: str, hopper: bool) -> Candidate:
-    """A plan on kernels, in Triton alone or with those for Hopper."""
+    """A plan on kernels, in Triton only or with those for Hopper."""
     return Candidate(
         name="gluon.fused" if hopper else "triton.chunked",
         backend="triton",

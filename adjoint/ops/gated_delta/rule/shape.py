@@ -15,20 +15,22 @@ from adjoint.ops.gated_delta import packing
 from adjoint.ops.gated_delta.packing import CHUNK, saved_states
 
 LARGE = 2**17
-"""Tokens times value heads from which kernels that do not depend on each other run concurrently."""
+"""From this number of tokens times value heads on, kernels that do not depend on each other run concurrently."""
 
 REVERSE_SEGMENT = 2048
-"""Tokens of a segment of the reverse scan, counted from the start of a sequence: a multiple of `packing.SEGMENT`."""
+"""The number of tokens of a segment of the reverse scan, from the start of a sequence: a multiple of
+`packing.SEGMENT`."""
 
 UNSPLIT_REVERSE = 16384
-"""Tokens of the longest sequence that the reverse scan does not split, of few heads; at least `REVERSE_SEGMENT`.
+"""The number of tokens of the longest sequence of few heads that the reverse scan does not split; at least
+`REVERSE_SEGMENT`.
 
-Splitting more than doubles the work, and pays only while most of the GPU would be idle otherwise. Shorter sequences are
-mostly packed with others, which keep it busy.
+Splitting more than doubles the work, and is worth it only if most of the GPU would be idle otherwise. Shorter sequences
+are mostly packed with others, which keep the GPU busy.
 """
 
 FEW_HEADS = 8
-"""The most value heads with which long sequences are split: more heads keep a GPU busy by themselves."""
+"""The most value heads with which long sequences are split. More heads keep a GPU busy by themselves."""
 
 
 def pad_to_16(size: int) -> int:
@@ -42,14 +44,15 @@ def next_power_of_two(size: int) -> int:
 
 
 def clamp_tile(block: int, size: int) -> int:
-    """Columns of a program's tile: those of the schedule, no more than a row has, and no fewer than a product takes."""
+    """The columns of a program's tile: those of the schedule, but at most those of a row, and at least the minimum of a
+    product."""
     return max(16, min(block, next_power_of_two(size)))
 
 
 class Shape(NamedTuple):
-    """What the kernels of a problem depend on; `ids` is None where every row of a batch is a sequence.
+    """The facts on which the kernels of a problem depend. `ids` is None if every row of a batch is a sequence.
 
-    A final gradient is that of the final states, an output gradient that of the outputs; a forward has neither.
+    The final gradient is that of the final states, and the output gradient that of the outputs. A forward has neither.
     """
 
     element: torch.dtype
@@ -69,7 +72,8 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem) -> "Shape":
-        """The sizes of a problem are those of a shape and then what it has, in its order; see `describe`."""
+        """The shape of a problem. The problem's sizes are those of a shape and then its flags, in order; see
+        `describe`."""
         element, gate, strength, *ids = problem.dtypes
         rows, time, sequences, key_heads, heads, K, V, *present = problem.sizes
         sizes = (rows, time, sequences, key_heads, heads, K, V)
@@ -89,35 +93,38 @@ class Shape(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Value heads of a key head."""
+        """The number of value heads for each key head."""
         return self.heads // self.key_heads
 
     @property
     def chunks(self) -> int:
-        """Slots for chunks."""
+        """The number of slots for chunks."""
         return self.count_spans(CHUNK)
 
     @property
     def segments(self) -> int:
-        """Slots for segments of `packing.SEGMENT` tokens."""
+        """The number of slots for segments of `packing.SEGMENT` tokens."""
         return self.count_spans(packing.SEGMENT)
 
     def count_spans(self, size: int) -> int:
-        """Slots for spans of so many tokens, counted from the start of each sequence: at most so many are used."""
+        """The number of slots for spans of `size` tokens, from the start of each sequence. At most so many are used."""
         if self.ids is None:
             return self.rows * -(-self.time // size)
         return self.tokens // size + self.sequences if self.sequences else 0
 
     @property
     def is_large(self) -> bool:
-        """Whether its kernels run long enough for a second stream to pay."""
+        """Whether its kernels run long enough that a second stream is worth it."""
         return self.tokens * self.heads >= LARGE
 
     @property
     def may_split(self) -> bool:
-        """Whether long sequences are split into segments that run side by side; few heads alone would leave most of a
-        GPU idle. A sequence is split if it is longer than a segment (in reverse, than `UNSPLIT_REVERSE`), so that its
-        bits depend on its own length, on H and on K, and on nothing that shares its batch."""
+        """Whether long sequences are split into segments that run side by side, because few heads would leave most of a
+        GPU idle.
+
+        A sequence is split if it is longer than a segment, or in the reverse scan longer than `UNSPLIT_REVERSE`. So its
+        bits depend on its own length, on H and on K, and on nothing that shares its batch.
+        """
         return self.heads <= FEW_HEADS and self.K <= 128
 
     @property
@@ -127,12 +134,12 @@ class Shape(NamedTuple):
 
     @property
     def forward_spans(self) -> int:
-        """Sequences, or the segments they are split into, that the forward scans side by side."""
+        """The number of sequences, or of segments into which they are split, that the forward scans side by side."""
         return self.segments if self.is_split else self.sequences
 
     @property
     def unsplit_reverse(self) -> int:
-        """Tokens of the longest sequence that the reverse scan does not split; 0 where it splits none."""
+        """The tokens of the longest sequence that the reverse scan does not split; 0 if it splits none."""
         return UNSPLIT_REVERSE if self.may_split else 0
 
     @property
@@ -146,17 +153,17 @@ class Shape(NamedTuple):
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Sizes that most kernels are compiled for: K and V are the widths of rows in memory."""
+        """The sizes for which most kernels are compiled. K and V are the widths of rows in memory."""
         return {"GROUP": self.group, "K": pad_to_16(self.K), "V": pad_to_16(self.V)}
 
     @property
     def lanes(self) -> int:
-        """Slots for chunks of a value head."""
+        """The number of slots for chunks of single value heads."""
         return self.chunks * self.heads
 
     @property
     def saved_elements(self) -> int:
-        """Numbers of the states between segments."""
+        """The number of elements of the states between segments."""
         return saved_states(self.tokens) * self.heads * self.K * self.V
 
 
@@ -168,8 +175,8 @@ def describe(
 ) -> Facts:
     """The facts of tokens q, k, v, do [B, T, heads, size], g and beta, and of states [N, H, K, V].
 
-    Their sizes are those of a `Shape`; after them, 1 or 0 says of initial_state, dfinal_state and do, as far as the op
-    takes them, whether each is there. Their layout names what kernels cannot read where it lies.
+    Their sizes are those of a `Shape`. After them, 1 or 0 says for initial_state, dfinal_state and do, as far as the
+    operator takes them, whether each is present. The layout names the tensors that kernels cannot read in place.
     """
     q, v, g, beta = tokens["q"], tokens["v"], tokens["g"], tokens["beta"]
     assert q is not None and v is not None and g is not None and beta is not None
@@ -190,7 +197,7 @@ def describe(
 
 
 class TokenRows(NamedTuple):
-    """Tokens as kernels read them: where they begin, and the strides of tokens and of heads."""
+    """Tokens in the form that kernels read: the address of the first one, and the strides of tokens and of heads."""
 
     start: Any
     token_stride: int
@@ -202,7 +209,7 @@ class TokenRows(NamedTuple):
 
 
 def is_readable(x: Tensor) -> bool:
-    """Whether kernels can read [B, T, heads, size] where it lies: rows of a multiple of 16 numbers, each beginning at
+    """Whether kernels can read [B, T, heads, size] in place: rows of a multiple of 16 numbers, each of which begins at
     a multiple of 16 bytes."""
     rows, time, heads, size = x.shape
     if size % 16 or x.storage_offset() * x.element_size() % 16:
@@ -213,14 +220,14 @@ def is_readable(x: Tensor) -> bool:
     return (
         (column == 1 or size == 1)
         and (token % 16 == 0 or rows * time == 1)
-        and token < 2**24  # 128 tokens are apart by less than 2^31
+        and token < 2**24  # so that 128 tokens span less than 2^31 elements
         and (head % 16 == 0 or heads == 1)
         and (batch == time * token or rows == 1)
     )
 
 
 def token_rows(x: Tensor, copy: Tensor | None = None) -> TokenRows:
-    """Tokens for the kernels: where they lie, or copied into memory for [B, T, heads, padded size]."""
+    """Tokens for the kernels: in place, or copied into memory for [B, T, heads, padded size]."""
     rows, time, heads, size = x.shape
     if copy is None and x.data_ptr() % 16 == 0:  # where there is one token or head, the strides are as if of more
         token = x.stride(1) if time > 1 else x.stride(0) if rows > 1 else heads * size
@@ -236,7 +243,7 @@ def token_rows(x: Tensor, copy: Tensor | None = None) -> TokenRows:
 
 
 class Copies:
-    """Memory for the inputs that kernels cannot read where they lie, and for q and k where they are normalised."""
+    """Memory for the inputs that kernels cannot read in place, and for q and k if they are normalised."""
 
     def __init__(self, setup: Setup, shape: Shape, normalize: bool) -> None:
         keys = (shape.element, shape.tokens * shape.key_heads * pad_to_16(shape.K))

@@ -1,4 +1,4 @@
-"""How the paths in plain PyTorch take tokens by chunks: `[chunks, heads, chunk, ...]`."""
+"""Tokens by chunks for the paths in plain PyTorch: `[chunks, heads, chunk, ...]`."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from adjoint.ops.gated_delta.packing import bounds, chunks_of
 
 
 class Chunks:
-    """Where the chunks of all sequences lie. Rows of a batch are views; packed sequences have an index of places."""
+    """The places of the chunks of all sequences: views for rows of a batch, an index of places for packed sequences."""
 
     def __init__(self, like: Tensor, cu_seqlens: Tensor | None, chunk: int, raises: bool = False) -> None:
         self.batch, self.time = like.shape[:2]
@@ -38,7 +38,7 @@ class Chunks:
         return by_head.repeat_interleave(repeat, 1) if repeat > 1 else by_head
 
     def tokens(self, chunks: Tensor, repeat: int = 1) -> Tensor:
-        """The inverse, summed over heads that were repeated; 0 for tokens of no sequence."""
+        """The inverse of `gather`, summed over repeated heads; 0 for tokens of no sequence."""
         if repeat > 1:
             chunks = chunks.unflatten(1, (-1, repeat)).sum(2)
         moved = chunks.transpose(1, 2)
@@ -49,13 +49,14 @@ class Chunks:
         return out.unflatten(0, (self.batch, self.time))
 
     def decays(self, G: Tensor, diagonal: int) -> Tensor:
-        """e^{G_i−G_j} for j up to i + diagonal, 0 elsewhere and for padding, which has no G; differences first."""
+        """e^{G_i−G_j} for j up to i + diagonal, and 0 elsewhere and for padding, which has no G. Differences come
+        first."""
         future = torch.ones(self.size, self.size, dtype=torch.bool, device=G.device).triu(1 + diagonal)
         absent = future | ~self.inside[:, None, :, None]
         return (G.unsqueeze(-1) - G.unsqueeze(-2)).masked_fill_(absent, -torch.inf).exp_()
 
     def at(self, step: int) -> tuple[slice | Tensor, slice | Tensor]:
-        """The sequences that have a chunk of this number, and which of all chunks it is."""
+        """The sequences that have a chunk with this number, and the places of these chunks among all chunks."""
         if not self.packed:
             return slice(None), slice(step, None, self.each)
         sequences = (self.numbers > step).nonzero()[:, 0]
@@ -74,7 +75,7 @@ class Chunks:
 
     @property
     def state_places(self) -> Tensor:
-        """Where the state each chunk begins with is stored: no two share a place."""
+        """The places of the states at the beginnings of chunks. No two share a place."""
         if not self.packed:
             row = torch.arange(self.batch, device=self.device)
             step = torch.arange(self.each, device=self.device)
@@ -85,5 +86,5 @@ class Chunks:
 
 
 def state_count(tokens: int, sequences: int, chunk: int) -> int:
-    """How many places there are for the states that chunks begin with."""
+    """The number of places for the states at the beginnings of chunks."""
     return tokens // chunk + sequences

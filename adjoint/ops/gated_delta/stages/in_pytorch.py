@@ -26,7 +26,8 @@ def promised(
     bound: Callable[[Problem, str, dict[str, torch.dtype]], Derived],
     **kinds: int | str,
 ) -> Promises:
-    """Guarantees by name. A kind that is a number: the result has that input's dtype; "wide": float32, or float64."""
+    """Guarantees by name. If a result's kind is a number, the result has the dtype of that input; if it is "wide",
+    float32 or float64."""
 
     def promises(problem: Problem) -> dict[str, Guarantee]:
         wide = wide_dtype(problem.dtypes[0])
@@ -45,7 +46,7 @@ def forward(
     revision: int = 1,
     waits: Callable[[Problem], bool] = lambda problem: False,
 ) -> Candidate:
-    """Of `compute(*arguments, outputs)`."""
+    """A candidate that runs `compute(*arguments, outputs)`."""
 
     def run(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
         compute(*arguments, outputs)
@@ -60,7 +61,10 @@ def backward(
     revision: int = 1,
     waits: Callable[[Problem], bool] = lambda problem: False,
 ) -> Candidate:
-    """Of `compute(*upstream, *inputs, *options) -> gradients`; `has_need` where the operator takes a mask of them."""
+    """A candidate that runs `compute(*upstream, *inputs, *options) -> gradients`.
+
+    `has_need` says that the operator takes a mask of the gradients that are needed.
+    """
 
     def run(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
         *inputs, need = arguments if has_need else (*arguments, 1)

@@ -1,4 +1,4 @@
-"""What the plans of `gate` and `normalize` on kernels have in common: both go through rows of adjacent elements."""
+"""The common parts of the kernel plans of `gate` and `normalize`, which both process rows of adjacent elements."""
 
 from collections.abc import Callable
 
@@ -14,24 +14,24 @@ from adjoint.core.schedules import Schedules
 from adjoint.ops.gated_delta.promises import Promises
 
 MAX_ROWS = 2**31 - 2**16
-"""Rows that the kernels' integers count."""
+"""The most rows that the kernels' integers can count."""
 
 U = 2.0**-24
 TINY = 2.0**-120
-"""What exponentials and products that underflow may cost, times factors below 2⁵."""
+"""The most that exponentials and products lose by underflow, times factors below 2⁵."""
 
 
 def underflow(computed: torch.dtype) -> float:
-    """The same of a type; of float64 2⁻⁹⁹⁰."""
+    """The same loss for a type of the arithmetic; for float64 it is 2⁻⁹⁹⁰."""
     return TINY if computed == torch.float32 else 2.0**-990
 
 
 Bounds = dict[str, tuple[torch.dtype, Callable[..., Tensor]]]
-"""Of each result, its dtype and the bound of its error."""
+"""The dtype of each result, and the bound of its error."""
 
 
 def describe(**tensors: Tensor | None) -> tuple[str, tuple[int, ...]]:
-    """What is copied before a kernel reads it, in words; the length of a row, and the number of rows."""
+    """Words about the tensors that are copied before a kernel reads them; and the length and the number of rows."""
     first = next(tensor for tensor in tensors.values() if tensor is not None)
     size = first.shape[-1]
     return copied_layout(tensors), (size, first.numel() // size if size else 0)
@@ -45,9 +45,9 @@ def refuse(problem: Problem) -> str:
 
 
 def stored(exact: Tensor, before: Tensor, kind: torch.dtype, computed: torch.dtype = torch.float32) -> Tensor:
-    """A bound before rounding, and half a unit in the last place of anything the result may be.
+    """The bound before rounding, plus half a unit in the last place of the largest value that the result may have.
 
-    torch rounds float64 to 16 bits by way of float32.
+    Torch rounds float64 to 16-bit types through float32.
     """
     before = before + underflow(computed)
     if kind == computed:
@@ -59,7 +59,7 @@ def stored(exact: Tensor, before: Tensor, kind: torch.dtype, computed: torch.dty
 
 
 def guarantee(kind: torch.dtype, item: str, formula: str, bound: Callable[..., Tensor], domain: str) -> Guarantee:
-    """What kernels promise of a result: equal bits, of an item wherever it stands, and an error that is derived."""
+    """The guarantee of a result of kernels: equal bits of an item at every place, and a derived error."""
     return Guarantee(
         repeatable=True,
         batch_invariant=item,

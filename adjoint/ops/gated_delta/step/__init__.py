@@ -22,7 +22,7 @@ from adjoint.ops.gated_delta.step import plans
 _OP = "gated_delta_step"
 
 MAX_TOKENS = 16
-"""Tokens of a row a step takes."""
+"""The most tokens of a row that a step takes."""
 
 
 def _check(*arguments: Any) -> None:
@@ -78,7 +78,7 @@ def _describe(*arguments: Any) -> Facts:
 
 
 def _describe_backward(do: Any, dnew_state: Any, *arguments: Any) -> Facts:
-    """Those of the forward, and the rows, tokens and heads that the workspace depends on."""
+    """The facts of the forward, and the rows, tokens and heads on which the workspace depends."""
     _q, _k, v, *_ = arguments
     facts = _describe(*arguments)
     return facts._replace(sizes=(*facts.sizes, *v.shape[:3]))
@@ -141,24 +141,26 @@ def gated_delta_step(
 ) -> tuple[Float[Tensor, "batch time value_heads V"], Float[Tensor, "*states value_heads K V"]]:
     """The gated delta rule for the next 1 to 16 tokens of each row: their outputs, and the state after them.
 
-    Everything is computed in float32 (float64 for float64); a state is rounded to its dtype once, after the last
-    token, and each of all states once.
+    Everything is computed in float32 (float64 for float64). A state is rounded to its dtype once, after the last token;
+    with `return_all_states` each state is rounded once.
 
     Args:
         q, k, v, g, beta, scale, normalize_qk: as for `gated_delta_rule`, time before heads.
         state: the state of each row, or a pool of states that `state_indices` picks from; float32 or bfloat16
             (float64 for float64).
-        state_indices: int32 or int64, which state each row reads (and writes, in place); −1 skips the row, whose
-            outputs and new state are 0. Two rows of one in-place step must not share a state: inside
-            `adjoint.checked()` that is an error, elsewhere what is left of it is undefined.
-        in_place: overwrites `state`, which is returned, instead of giving the rows' new states. Not differentiable.
-        return_all_states: gives the state after each token, [batch, time, value heads, K, V], in place of the last.
+        state_indices: int32 or int64, the state that each row reads and, in place, writes. −1 skips the row, whose
+            outputs and new state are 0. Two rows of an in-place step must not share a state. Inside
+            `adjoint.checked()` this is an error; elsewhere that state is undefined afterwards.
+        in_place: whether to overwrite `state`, which is then returned, instead of returning the rows' new states. This
+            is not differentiable.
+        return_all_states: whether to return the states after each token, [batch, time, value heads, K, V], instead of
+            the last ones.
         preference: narrows the choice of plans for this call and its backward.
 
     Raises:
-        ArgumentError: shapes, dtypes, devices or sizes are wrong, an in-place step is asked for a gradient, or (on the
-            CPU) g is positive or an index out of range; on a GPU `adjoint.check()` raises for values. Inside
-            `adjoint.checked()` also for those values of g, beta and keys that `gated_delta_rule` then refuses.
+        ArgumentError: shapes, dtypes, devices or sizes are wrong, a gradient is asked of an in-place step, or (on the
+            CPU) g is positive or an index is out of range; on a GPU `adjoint.check()` raises for values. Inside
+            `adjoint.checked()` also for the values of g, beta and keys that `gated_delta_rule` refuses there.
         Unsupported: no plan meets the preference.
 
     >>> import torch

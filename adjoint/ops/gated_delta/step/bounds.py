@@ -15,7 +15,7 @@ from adjoint.core.problem import Problem, wide_dtype
 from adjoint.ops.gated_delta.arguments import EPSILON
 
 AXES = {"o": 1, "new_state": 2, "states": 2, "dq": 1, "dk": 1, "dv": 1, "dstate": 2}
-"""The last axes of a result whose norm is bounded."""
+"""The number of last axes of a result over which its norm is taken."""
 
 FORMULA = "what its tokens round, decayed and carried on, as the theorem on steps in docs/gated-delta-error.md has it"
 
@@ -23,7 +23,7 @@ SECOND_ORDER = 1.02
 
 
 class Sized(NamedTuple):
-    """An exact tensor, its norm, and the norm of the error of what is computed in its place: [rows, heads] each."""
+    """An exact tensor, its norm, and the norm of the error of the computed one. Both norms are [rows, heads]."""
 
     exact: Tensor
     norm: Tensor
@@ -35,7 +35,7 @@ class Sized(NamedTuple):
 
 
 class Token(NamedTuple):
-    """What a token of all rows leaves for the backward: Z, e and S⁺, and the token's own numbers."""
+    """The results of one token, of all rows, for the backward: Z, e and S⁺, and the token's own numbers."""
 
     q: Tensor
     k: Tensor
@@ -66,15 +66,16 @@ class StepBounds:
         self.kinds = {"o": element, "new_state": state, "states": state, "dq": element, "dk": element, "dv": element}
         self.kinds |= {"dg": g, "dbeta": beta, "dstate": state}
         self.K, self.V = problem.sizes[:2]
+        self.tiny_state = self.tiny * (self.K * self.V) ** 0.5  # products that underflow, of all numbers of a state
         # The share by which normalised q and k are off.
         self.share = (self.K / 2 + 8) * self.u if self.normalize else 0.0
 
     def sum_of(self, terms: int) -> float:
-        """What a sum of products, in any order, and the products around it lose of its terms."""
+        """The share of its terms that a sum of products, in any order, and the products around it lose."""
         return SECOND_ORDER * (terms + 8) * self.u
 
     def stored(self, name: str, norm: Tensor, error: Tensor, numbers: int) -> Tensor:
-        """With the rounding to the type of the result, which has so many numbers."""
+        """The error, including the rounding to the type of the result, which has `numbers` numbers."""
         kind = self.kinds[name]
         if kind == self.wide:
             return error
@@ -84,7 +85,7 @@ class StepBounds:
     # ----------------------------------------------------------------------------------------- forward
 
     def _tokens(self, inputs: Sequence[Tensor | None]) -> tuple[list[Token], Tensor]:
-        """Every token of the rows that are not skipped, which are 1 in the mask."""
+        """Every token, and a mask of the rows that are not skipped."""
         q, k, v, g, beta, state, indices = (*inputs, None)[:7]
         assert q is not None and k is not None and v is not None and g is not None and beta is not None
         assert state is not None
@@ -108,20 +109,21 @@ class StepBounds:
     def _token(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Sized) -> Token:
         u, k_norm, decay = self.u, k.norm(dim=-1), g.exp()
         Z = decay[..., None, None] * S.exact
-        # e^g is off by (4·|g| + 8)·u of itself, and its product with the state is rounded.
+        # e^g has a relative error of (4·|g| + 8)·u, and its product with the state is rounded.
         lost = torch.where(decay > 0, (4 * g.abs() + 10) * u * decay, 0.0).nan_to_num(nan=0.0)
-        of_Z = Sized(Z, _norm(Z, 2), decay * S.error + SECOND_ORDER * lost * S.size + self.tiny * S.size)
+        error = decay * S.error + SECOND_ORDER * lost * S.size + self.tiny * S.size + self.tiny_state
+        of_Z = Sized(Z, _norm(Z, 2), error)
         e = v - torch.einsum("bhkv,bhk->bhv", Z, k)
         known = k_norm * of_Z.size
         own = self.sum_of(self.K) * known + 2 * u * v.norm(dim=-1) + self.share * known + self.tiny * self.V
         of_e = Sized(e, e.norm(dim=-1), k_norm * of_Z.error + own)
         after = Z + k[..., None] * (beta[..., None] * e)[..., None, :]
-        # E⁺ = (I − β k kᵀ) E_Z + β k ownᵀ and roundings; of a normalised key also β (δk eᵀ − k (Zᵀδk)ᵀ).
+        # E⁺ = (I − β k kᵀ) E_Z + β k ownᵀ and roundings; for a normalised key also β (δk eᵀ − k (Zᵀδk)ᵀ).
         factor = (1 - beta * k_norm.square()).abs().clamp_min(1.0)
         rounded = 4 * u * beta * k_norm * of_e.size + self.share * beta * k_norm * of_e.size
         norm = _norm(after, 2)
         error = factor * of_Z.error + beta * k_norm * own + rounded
-        error = SECOND_ORDER * (error + u * (norm + error)) + self.tiny * (self.K * self.V) ** 0.5
+        error = SECOND_ORDER * (error + u * (norm + error)) + self.tiny_state
         return Token(q, k, k_norm, g, beta, decay, of_Z, of_e, Sized(after, norm, error))
 
     def forward(self, name: str, *inputs: Tensor | None) -> Tensor:
@@ -133,7 +135,7 @@ class StepBounds:
                 exact = self.scale * torch.einsum("bhkv,bhk->bhv", token.after.exact, token.q)
                 size = abs(self.scale) * token.q.norm(dim=-1)
                 lost = (self.sum_of(self.K) + self.share) * token.after.size
-                error = size * (token.after.error + lost) + self.tiny * self.V
+                error = size * (token.after.error + lost) + self.tiny * (self.V + token.after.size)
                 errors.append(self.stored(name, exact.norm(dim=-1), error, self.V))
             return torch.stack(errors, 1) * live[:, None, None]
         numbers = self.K * self.V
@@ -163,15 +165,15 @@ class StepBounds:
     def _back(
         self, name: str, x: Token, do: Tensor, dstate: Tensor | None, dS: Sized
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Sized]:
-        """A gradient of one token: exact, its norm and error; and the gradient of the state before the token."""
+        """The exact gradient of one token with its norm and error, and the gradient of the state before the token."""
         u, scale, q_norm, upstream = self.u, abs(self.scale), x.q.norm(dim=-1), do.norm(dim=-1)
         exact = dS.exact if dstate is None else dS.exact + dstate
         exact = exact + self.scale * x.q[..., None] * do[..., None, :]
         norm, added = _norm(exact, 2), scale * q_norm * upstream
-        error = dS.error + (3 * u + self.share) * added + 3 * u * (norm + dS.error + added)
+        error = dS.error + (3 * u + self.share) * added + 3 * u * (norm + dS.error + added) + self.tiny * upstream
         if dstate is not None:
             error = error + 2 * u * _norm(dstate, 2)
-        dS = Sized(exact, norm, SECOND_ORDER * error + self.tiny * (self.K * self.V) ** 0.5)
+        dS = Sized(exact, norm, SECOND_ORDER * error + self.tiny_state)
         a = torch.einsum("bhkv,bhk->bhv", exact, x.k)
         own = (self.sum_of(self.K) + self.share) * x.k_norm * dS.size + self.tiny * self.V
         of_a = Sized(a, a.norm(dim=-1), x.k_norm * dS.error + own)
@@ -179,10 +181,10 @@ class StepBounds:
         factor = (1 - x.beta * x.k_norm.square()).abs().clamp_min(1.0)
         error = factor * dS.error + x.beta * x.k_norm * (own + (4 * u + self.share) * of_a.size)
         norm = _norm(dZ, 2)
-        of_dZ = Sized(dZ, norm, SECOND_ORDER * (error + u * (norm + error)) + self.tiny * (self.K * self.V) ** 0.5)
+        of_dZ = Sized(dZ, norm, SECOND_ORDER * (error + u * (norm + error)) + self.tiny_state)
         lost = torch.where(x.decay > 0, (4 * x.g.abs() + 10) * u * x.decay, 0.0).nan_to_num(nan=0.0)
         before = x.decay[..., None, None] * dZ
-        error = x.decay * of_dZ.error + SECOND_ORDER * lost * of_dZ.size + self.tiny * of_dZ.size
+        error = x.decay * of_dZ.error + SECOND_ORDER * lost * of_dZ.size + self.tiny * of_dZ.size + self.tiny_state
         return self._gradient(name, x, do, dS, of_a, of_dZ), Sized(before, _norm(before, 2), error)
 
     def _gradient(
@@ -192,13 +194,13 @@ class StepBounds:
         if name == "dq":
             exact = self.scale * torch.einsum("bhkv,bhv->bhk", x.after.exact, do)
             error = abs(self.scale) * upstream * (x.after.error + self.sum_of(self.V) * x.after.size)
-            return exact, exact.norm(dim=-1), error + self.tiny * self.K
+            return exact, exact.norm(dim=-1), error + self.tiny * (self.K + x.after.size)
         if name == "dk":
             exact = torch.einsum("bhkv,bhv->bhk", dS.exact, x.beta[..., None] * x.e.exact)
             exact = exact - torch.einsum("bhkv,bhv->bhk", x.Z.exact, x.beta[..., None] * a.exact)
             error = dS.error * x.e.size + dS.norm * x.e.error + x.Z.error * a.size + x.Z.norm * a.error
             error = error + self.sum_of(self.V) * (dS.size * x.e.size + x.Z.size * a.size)
-            return exact, exact.norm(dim=-1), x.beta * error + self.tiny * self.K
+            return exact, exact.norm(dim=-1), x.beta * error + self.tiny * (self.K + dS.size + x.Z.size)
         if name == "dv":
             exact = x.beta[..., None] * a.exact
             return exact, exact.norm(dim=-1), x.beta * (a.error + 2 * u * a.size) + self.tiny * self.V
@@ -211,7 +213,7 @@ class StepBounds:
         return exact, exact.abs(), error + self.tiny * self.K * self.V
 
     def _of_key_heads(self, name: str, exact: Tensor, norms: Tensor, errors: Tensor, x: Tensor) -> Tensor:
-        """Of dq or dk, which add up value heads and go through the normalisation."""
+        """The bound of dq or dk, which add up value heads and then pass through the normalisation."""
         group = norms.shape[2] // max(1, x.shape[2])
         size = (norms + errors).unflatten(2, (-1, group)).sum(3)
         exact, error = (y.unflatten(2, (-1, group)).sum(3) for y in (exact, errors))
@@ -224,7 +226,7 @@ class StepBounds:
         return self.stored(name, exact.norm(dim=-1), error, self.K)
 
     def _of_pool(self, dS: Sized, live: Tensor, state: Tensor, indices: Tensor | None) -> Tensor:
-        """Of the gradient of the states, to which rows that share one add up."""
+        """The bound of the gradient of the states, where rows that share a state add up."""
         if indices is None:
             return self.stored("dstate", dS.norm, dS.error, self.K * self.V)
         error, size = (torch.zeros_like(state[..., 0, 0]) for _ in range(2))

@@ -39,7 +39,7 @@ def _rows(
     narrow_state: bool = False,
     resets: tuple[int, ...] = (),
 ) -> Make:
-    """q, k, v, g, beta, a pool of states, and which of them each row reads."""
+    """q, k, v, g, beta, a pool of states, and the state that each row reads."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
         q, k, v, g, beta, state, _ = tokens(shape, resets=resets)(dtype, device, generator)
@@ -70,14 +70,14 @@ def _step(
 
 
 def _rebatched(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterable[Rebatch]:
-    """Rows with their states, or the last rows with the whole pool."""
+    """Other batches: rows with their states, or the last rows with the whole pool."""
     return batching.rebatched(inputs, upstream, 0) if inputs[-1] is None else _last_rows(inputs, upstream)
 
 
 def _last_rows(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch]:
     *tokens, pool, indices = inputs
     rows = slice(len(indices) // 2, None)
-    places = indices[rows][indices[rows] >= 0].long()  # no other row of the case has them
+    places = indices[rows][indices[rows] >= 0].long()  # no other row of the case reads these states
 
     def pairs(whole: Answers, alone: Answers) -> Iterator[tuple[Tensor, Tensor]]:
         yield from ((every[rows], some) for every, some in zip(whole[0], alone[0], strict=True))
@@ -95,7 +95,7 @@ _INPUTS = ("q", "k", "v", "g", "beta", "state", "state_indices")
 
 
 def _states_of_rows(outcome: Outcome) -> tuple[Tensor, ...]:
-    """The outputs, and the rows' new states out of the pool, in which nothing else has changed."""
+    """The outputs, and the rows' new states from the pool; raises if another state has changed."""
     (o, states), (*_, pool, indices), (*_, before, _) = outcome.outputs, outcome.inputs, outcome.before
     places = torch.arange(len(o), device=o.device) if indices is None else indices.long()
     is_free = torch.ones(len(pool), dtype=torch.bool, device=pool.device)
@@ -216,7 +216,7 @@ _KEY_HEADS, _HEADS, _SIZE = 16, 32, 128
 
 
 def _decoding(batch: int, states: torch.dtype) -> Make:
-    """One token of each row, drawn on the device: the states are gigabytes."""
+    """One token of each row, drawn on the device because the states have gigabytes."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
         normal = partial(torch.randn, **drawn_on(device, generator))
@@ -229,7 +229,7 @@ def _decoding(batch: int, states: torch.dtype) -> Make:
 
 
 def _token(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, _: Any) -> tuple[Tensor, Tensor]:
-    """One token of the recurrence, all rows at once."""
+    """One token of the recurrence, for all rows at once."""
     q, k = (x[:, 0].repeat_interleave(v.shape[2] // x.shape[2], 1) for x in (q, k))
     decayed = g[:, 0].exp()[..., None, None] * state
     new_values = beta[:, 0, :, None] * (v[:, 0] - torch.einsum("bhkv,bhk->bhv", decayed, k))
@@ -255,7 +255,7 @@ def _workload(batch: int, states: torch.dtype) -> Workload:
         forward_bytes=small + 2 * heads * _SIZE * _SIZE * states.itemsize,
         backward_bytes=2 * small + 3 * heads * _SIZE * _SIZE * states.itemsize,
         baseline=_in_torch,
-        # FLA gives float32 states whatever it is given: other work, where they are narrower.
+        # FLA always returns float32 states, which is other work if ours are narrower.
         peers=("fla_gated_delta_step",) if states == torch.float32 else (),
         directions=("forward",),
         devices=("cuda",),
@@ -273,7 +273,7 @@ _BF16, _F16, _F32, _F64, _I32, _I64 = (
 
 
 def built_calls() -> Iterator[Call]:
-    """The benchmark's states, every type, and the largest heads with every mode on."""
+    """Calls with the benchmark's states, every type, and the largest heads with all modes on."""
     yield _built(_BF16, _F32, _F32, None, 128)
     yield _built(_BF16, _F32, _F32, None, 128, in_place=True)
     yield _built(_BF16, _F32, _BF16, _I32, 128, in_place=True)

@@ -28,7 +28,7 @@ from adjoint.ops.gated_delta.arguments import (
 
 
 class _Tokens(NamedTuple):
-    """The tokens in the wide type, q and k for every value head, and what normalised them."""
+    """The tokens in the wide type, with q and k for every value head, and the factors that normalised these."""
 
     q: Tensor
     k: Tensor
@@ -51,7 +51,7 @@ class _Tokens(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Which state each row reads, and which rows are skipped."""
+    """The state that each row reads, and the rows that are skipped."""
 
     places: Tensor | None
     skipped: Tensor | None
@@ -64,7 +64,7 @@ class _Rows(NamedTuple):
         return _Rows(torch.where(skipped, 0, state_indices).long(), skipped)
 
     def read(self, state: Tensor, kind: torch.dtype) -> Tensor:
-        """The state of each row; without any states, those of skipped rows."""
+        """The state of each row. If there are no states, all rows are skipped and have zeros."""
         if self.places is None:
             return state.to(kind)
         if len(state) == 0:
@@ -72,7 +72,7 @@ class _Rows(NamedTuple):
         return state[self.places].to(kind)
 
     def clear_skipped(self, *tensors: Tensor) -> None:
-        """Zeroes what belongs to skipped rows."""
+        """Sets the results of skipped rows to 0."""
         if self.skipped is not None:
             for tensor in tensors:
                 tensor.masked_fill_(self.skipped.view(-1, *(1,) * (tensor.dim() - 1)), 0)
@@ -86,7 +86,7 @@ def _advance(tokens: _Tokens, t: int, state: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def forward(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], in_place: bool = False) -> None:
-    """Writes the outputs, and the states: the last of each row or all of them; in place the pool's own."""
+    """Writes the outputs and the states: the last one of each row, or all of them; in place, into the pool."""
     *inputs, state, state_indices, scale, normalize, all_states, checking = arguments
     out, states = outputs
     (_, k, _, g, beta), time = inputs, out.shape[1]
@@ -117,7 +117,7 @@ def forward(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], in_place: b
 
 
 def backward(arguments: tuple[Any, ...], gradients: tuple[Tensor, ...]) -> None:
-    """Writes the gradients of q, k, v, g, beta and the pool of states, those that `need` asks for."""
+    """Writes the gradients of q, k, v, g, beta and the pool of states that are in the mask `need`."""
     do, dstates, *inputs, state, state_indices, scale, normalize, all_states, need = arguments
     rows, tokens = _Rows.of(state_indices, len(state)), _Tokens.of(inputs, normalize)
     kind, time = tokens.v.dtype, tokens.v.shape[1]
@@ -155,14 +155,14 @@ def backward(arguments: tuple[Any, ...], gradients: tuple[Tensor, ...]) -> None:
         if need >> bit & 1:
             target.copy_(gradient)
     if need & NEED_STATE:
-        if rows.places is not None:  # rows that share a state, which only an out-of-place step may, add up
+        if rows.places is not None:  # rows may share a state if the step is not in place; their gradients add up
             pool = torch.zeros(state.shape, dtype=kind, device=state.device)
             dstate = pool.index_add_(0, rows.places, dstate) if len(state) else pool
         gradients[5].copy_(dstate)
 
 
 def _to_key_heads(gradient: Tensor, normalized: Tensor, norm: Tensor | None, like: Tensor) -> Tensor:
-    """Sums over the value heads of a key head, then through the normalisation: dx = norm·(dy − y (y·dy))."""
+    """Sums over the value heads of a key head, then applies the adjoint of normalising: dx = norm·(dy − y (y·dy))."""
     repeat = gradient.shape[2] // max(1, like.shape[2])
     total = gradient.unflatten(2, (-1, repeat)).sum(3) if repeat > 1 else gradient
     if norm is None:

@@ -22,7 +22,7 @@ _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
 _CASES = "the family's cases: rows of their own, paged, several tokens, resets"
 
 CEILING = 2e-6
-"""Of what is computed in float32: several times what the cases show."""
+"""The ceiling for results in float32: several times the errors of the cases."""
 
 _OUT_OF_RANGE = (
     "g above 0 and state_indices out of range are reported: at once on the CPU, by adjoint.check() on a GPU, where g "
@@ -60,7 +60,7 @@ def _backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
 
 
 def _tiles_guarantee(problem: Problem) -> dict[str, Guarantee]:
-    """A row's tokens go one after the other in one program, and every sum has an order of its own."""
+    """The guarantee of kernels. A row's tokens go one after the other in one program, and sums have a fixed order."""
     bits: dict[str, Any] = {"repeatable": True, "batch_invariant": "row", "prefix_invariant": True}
     bits["bound"] = _bound(problem, False)
     return promise(problem, _outputs(problem), CEILING, _CASES, order=_ORDER, **_WORDS, **bits)
@@ -80,28 +80,29 @@ def _tiles_backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
 
 
 def power_of_two(size: int) -> int:
-    """The least that is not below a size."""
+    """The least power of two that is not below a size."""
     return 1 << max(0, size - 1).bit_length()
 
 
 def backward_columns(K: int, V: int) -> int:
-    """Columns of a state that a program of the adjoint holds: sums over V are cut there, so part of its bits."""
+    """The number of columns of a state in a program of the adjoint. Sums over V are divided there, so it is part of the
+    bits."""
     return max(1, min(power_of_two(V), _BACKWARD_TILE // power_of_two(K)))
 
 
 _BACKWARD_TILE = 2048
-"""Numbers of a state that a program of the adjoint holds, and as many of its gradient."""
+"""The number of elements of a state in a program of the adjoint, which has as many elements of its gradient."""
 
 
 # ------------------------------------------------------------------------------------------ candidates
 
 
 def _entry(problem: Problem) -> str:
-    """The cache treats states of 16 bits best in another way.
+    """The name of a problem's schedule. The best cache policy for 16-bit states differs from that for float32.
 
-    On an H200 a token of 256 × 32 heads of 128 × 128 took 193 µs with "evict_first" and 211 without in bfloat16; in
-    float32 295 µs with it, 272 without. Programs that stay for further tiles of bfloat16, which they copy to shared
-    memory ahead, took 281 µs.
+    On an H200 a token of 256 × 32 heads of 128 × 128 took 193 µs with "evict_first" and 211 µs without in bfloat16, and
+    295 µs with it and 272 µs without in float32. Programs that process several tiles of bfloat16, and copy them to
+    shared memory ahead, took 281 µs.
     """
     return "gated_delta_step_tiles_16_bit" if problem.dtypes[3].itemsize == 2 else "gated_delta_step_tiles"
 
@@ -131,7 +132,7 @@ _TILES = _in_tiles("gated_delta_step_tiles", "forward", _tiles_guarantee, _entry
 STEP = (_TILES, eager_candidate("eager.tokens", _guarantee, eager.forward))
 STEP_IN_PLACE = (
     _TILES,
-    # With state_indices, which rows are skipped is data.
+    # With state_indices, the rows that are skipped depend on values.
     eager_candidate("eager.tokens", _guarantee, _in_place, waits=lambda problem: len(problem.dtypes) > 4),
 )
 STEP_BACKWARD = (

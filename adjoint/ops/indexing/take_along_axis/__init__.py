@@ -29,7 +29,7 @@ _OP = "take_along_axis"
 
 
 def _check_shapes(shape: tuple[int, ...], indices: Tensor, axis: int) -> None:
-    """x and the indices have as many axes, and sizes that broadcast but along the axis."""
+    """Requires x and indices with the same number of axes, and with sizes that broadcast except along `axis`."""
     if len(shape) == 0 or indices.dim() != len(shape):
         raise ArgumentError(
             f"{_OP}: indices must have as many axes as x, and at least one: "
@@ -100,9 +100,10 @@ def _describe_backward(dout: Tensor, indices: Tensor, shape: Sequence[int], axis
 
 
 def _options_of(x: Tensor, indices: Tensor, axis: int, _: str, distinct: bool, verify: bool) -> tuple[Any, ...]:
-    """The shape of x, the axis counted from the beginning, and whether an element is taken once at most.
+    """The shape of x, the axis counted from the beginning, and whether an element is taken at most once.
 
-    Where x is broadcast, several lines of indices take from one line of x, and distinct speaks of each alone.
+    If x is broadcast, several lines of indices take from one line of x, and `distinct` is a promise about each line
+    of indices alone.
     """
     return x.shape, axis % x.dim(), distinct and not _is_broadcast(x.shape, indices, axis)
 
@@ -143,20 +144,19 @@ def take_along_axis(
 
     Args:
         x: float64, float32, bfloat16 or float16, kept by the result; any strides.
-        indices: int32 or int64, any strides, with as many axes as x. Along `axis` it may have any size; along
-            the others x and indices broadcast. An index below 0 counts from the end. Indices carry no gradient.
-        axis: the axis to take along. Negative counts from the end.
-        distinct: the caller's promise that no index repeats within a line, as after a top-k. The adjoint then
-            has nothing to add, and writes each line once. Inside `adjoint.checked()` the promise is verified.
-        out_of_range: "raise" reports the first index that the axis does not have, by position and value: at
-            once on the CPU; on a GPU through `adjoint.check()`, with zeros meanwhile. "zero" gives zeros and
-            no gradient, silently.
+        indices: int32 or int64, any strides, with as many axes as x. Along `axis` it may have any size. Along the other
+            axes x and indices broadcast. An index below 0 counts from the end. Indices have no gradient.
+        axis: the axis to take along. A negative number counts from the end.
+        distinct: the caller's promise that no index repeats within a line, as after a top-k. The adjoint then has
+            nothing to add, and writes each line once. Inside `adjoint.checked()` the promise is verified.
+        out_of_range: "raise" reports the position and value of the first index that is out of range: at once on the
+            CPU, and on a GPU through `adjoint.check()`, with zeros meanwhile. "zero" gives zeros and no gradient, and
+            reports nothing.
         preference: narrows the choice of plans for this call and its backward.
 
     Raises:
         ArgumentError: x is not floating, indices are not integers, devices differ, shapes do not broadcast,
-            distinct is promised of more indices than the axis has elements, or (on the CPU) an index is out
-            of range.
+            `distinct` is set for more indices than the axis has elements, or (on the CPU) an index is out of range.
         Unsupported: no plan meets the preference.
 
     >>> import torch

@@ -21,13 +21,13 @@ Lay = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def repeated_indices(generator: torch.Generator, shape: Shape, length: int, hot: float = 0.0) -> Tensor:
-    """Random indices, below 0 too, a share of which are one element."""
+    """Random indices, some of them below 0. A share `hot` of them are the same element."""
     indices = torch.randint(-length, length, shape, generator=generator)
     return torch.where(torch.rand(shape, generator=generator) < hot, length // 2, indices)
 
 
 def distinct_indices(generator: torch.Generator, shape: Shape, length: int) -> Tensor:
-    """Random indices along the last axis, none twice in a line; every other one counts from the end."""
+    """Random indices along the last axis, without repetition in a line. Every other one counts from the end."""
     order = torch.rand((*shape[:-1], length), generator=generator).argsort(-1)[..., : shape[-1]]
     return torch.where(torch.arange(shape[-1]) % 2 == 1, order - length, order)
 
@@ -56,7 +56,7 @@ def _taken(
 
 
 def _strided(x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """The axis the slowest of x; every other index of a wider tensor."""
+    """x with the axis as its slowest in memory, and every other index of a wider tensor."""
     return x.T.contiguous().T, torch.stack((indices, indices - 1), -1)[..., 0]
 
 
@@ -64,7 +64,7 @@ def _strided(x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mistaken(axis: int, gradient: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[..., Answers]:
-    """Taken right, with a wrong gradient: `gradient(dout, x, indices)`."""
+    """Right elements with a wrong gradient, `gradient(dout, x, indices)`."""
 
     def answer(upstream: tuple[Tensor, ...], inputs: Inputs) -> Answers:
         x, indices = inputs
@@ -187,7 +187,7 @@ def _take(device: torch.device, **options: Any) -> Tensor:
 
 
 def _with_index(position: int, value: int, dtype: torch.dtype = torch.int64) -> Callable[[torch.device], None]:
-    """300 indices in 100 lines, all right but one; with the gradient."""
+    """A call with 300 indices in 100 lines, all of them right but one, and its gradient."""
 
     def call(device: torch.device) -> None:
         indices = torch.arange(300, device=device).remainder(2 * _LENGTH).sub(_LENGTH).to(dtype)
@@ -207,7 +207,7 @@ def _out_of_range_of_broadcast_indices(device: torch.device) -> None:
 
 
 def _broken_promise(*line: int) -> Callable[[torch.device], None]:
-    """A line that has an index twice, after one that has not."""
+    """A call with a line that has an index twice, behind a line that does not."""
 
     def call(device: torch.device) -> None:
         indices = torch.tensor([list(range(len(line))), line], device=device)
@@ -315,7 +315,7 @@ WORKLOADS = tuple(_workloads())
 
 
 def built_calls() -> Iterator[tuple[Call, str] | tuple[Call, str, bool]]:
-    """Every plan in every dtype, and in float32 what layouts, types and sizes need besides."""
+    """Calls of every plan in every dtype, and in float32 the further kernels for layouts, types and sizes."""
 
     def call(
         shape: Shape,

@@ -17,13 +17,13 @@ def is_valid(indices: Tensor, length: int) -> Tensor:
 
 
 def from_the_beginning(indices: Tensor, length: int, other: int) -> Tensor:
-    """Indices with those below 0 counted from the end; `other` for those that are out of range."""
+    """Converts indices below 0, which count from the end, and replaces indices that are out of range by `other`."""
     counted = torch.where(indices < 0, indices + length, indices).long()
     return torch.where(is_valid(indices, length), counted, other)
 
 
 def elements_of(indices: Tensor, shape: Sequence[int], axis: int) -> Tensor:
-    """The element of x, counted in order, that each element of the output is; out of range, as many as x has."""
+    """The number of the element of x that each element of the output takes; for an index out of range, x.numel()."""
     elements = torch.arange(prod(shape), device=indices.device).view(tuple(shape))
     chosen = from_the_beginning(indices, shape[axis], -1)
     keys = elements.narrow(axis, 0, 1) + chosen * elements.stride(axis)
@@ -31,7 +31,7 @@ def elements_of(indices: Tensor, shape: Sequence[int], axis: int) -> Tensor:
 
 
 def repeats(indices: Tensor, length: int, axis: int) -> Tensor:
-    """Which indices are in range and stand in their line before."""
+    """Which indices are in range and occur earlier in their line."""
     ordered, places = from_the_beginning(indices, length, -1).sort(dim=axis, stable=True)
     before, after = ordered.narrow(axis, 0, ordered.shape[axis] - 1), ordered.narrow(axis, 1, ordered.shape[axis] - 1)
     again = torch.zeros_like(ordered, dtype=torch.bool)
@@ -40,7 +40,7 @@ def repeats(indices: Tensor, length: int, axis: int) -> Tensor:
 
 
 def take(x: Tensor, indices: Tensor, axis: int, out: Tensor) -> None:
-    """out = the elements of x at the indices, and 0 where an index is out of range."""
+    """Writes the elements of x at the indices to `out`, and 0 for indices out of range."""
     axis %= x.dim()
     length = x.shape[axis]
     if out.numel() == 0:
@@ -55,19 +55,19 @@ def take(x: Tensor, indices: Tensor, axis: int, out: Tensor) -> None:
 
 
 def scatter(dout: Tensor, indices: Tensor, axis: int, dx: Tensor) -> None:
-    """Every entry to its element, for indices that do not repeat; x was not broadcast."""
+    """Writes every entry of dout to its element of dx. Indices must not repeat, and x must not be broadcast."""
     length = dx.shape[axis]
     dx.zero_()
     if dout.numel() and length:
         chosen = from_the_beginning(indices, length, length).expand(dout.shape)
-        # One element more than there are, for what is out of range.
+        # One further element, for indices out of range.
         room = dx.new_zeros([length + 1 if d == axis else size for d, size in enumerate(dx.shape)])
         room.scatter_(axis, chosen, dout + 0.0)  # a sum that begins with 0 is never −0
         dx.copy_(room.narrow(axis, 0, length))
 
 
 def sum_entries(dout: Tensor, indices: Tensor, shape: Sequence[int], axis: int, tile: int, dx: Tensor) -> None:
-    """Every element's entries, added in their order."""
+    """Adds the entries of every element in their order."""
     dx.zero_()
     if dout.numel() and dx.numel():
         flat, keys = dout.reshape(-1), elements_of(indices, shape, axis)

@@ -15,17 +15,17 @@ from torch import Tensor
 Shape = tuple[int, ...]
 
 MAX_AXES = 4
-"""Axes that a kernel can tell apart."""
+"""The most axes that a kernel can handle separately."""
 
 MAX_NUMBER = 2**30
-"""Elements and entries of a line that the kernels can count."""
+"""The most elements, and entries of a line, that the kernels can count."""
 
 MANY_AXES, TOO_MANY_AXES, LARGE = "many axes", "more axes than four", "past 30 bits"
-"""What a layout says."""
+"""The words of a layout."""
 
 
 class Axes(NamedTuple):
-    """Axes, outermost first, and each tensor's steps along them; at least one axis."""
+    """At least one axis, outermost first, with each tensor's steps along the axes."""
 
     sizes: tuple[int, ...]
     steps: tuple[tuple[int, ...], ...]
@@ -35,9 +35,9 @@ class Axes(NamedTuple):
         return len(self.sizes)
 
     def numbers(self, sizes: str, *steps: str) -> dict[str, tuple[int, ...]]:
-        """What kernels take, by parameter: the sizes of all axes but the outermost, and each tensor's steps.
+        """The numbers that kernels take, by parameter: sizes of all axes but the outermost, and each tensor's steps.
 
-        There are as many as for `MAX_AXES` axes, the missing ones first.
+        They are padded at the front to `MAX_AXES` axes.
         """
         missing = MAX_AXES - self.number
         named = {sizes: ((1,) * missing + self.sizes)[1:]}
@@ -45,7 +45,7 @@ class Axes(NamedTuple):
 
 
 def merged(sizes: Sequence[int], *steps: Sequence[int]) -> Axes:
-    """Axes of size 1 vanish, and neighbours merge where every tensor allows it. The order of elements stays.
+    """Removes axes of size 1, and merges neighbours where every tensor allows it. The order of elements stays.
 
     >>> merged((2, 3, 4), (12, 4, 1), (0, 0, 1))
     Axes(sizes=(6, 4), steps=((4, 1), (0, 1)))
@@ -84,13 +84,13 @@ def broadcast(shape: Sequence[int], strides: Sequence[int], onto: Sequence[int])
 
 
 def output_shape(x: Sequence[int], indices: Sequence[int], axis: int) -> tuple[int, ...]:
-    """The shape of the output: broadcast, but along the axis as long as the indices."""
+    """The shape of the output: that of the broadcast, with the size of the indices along the axis."""
     axis %= len(x)
     return tuple(i if d == axis or a == 1 else a for d, (a, i) in enumerate(zip(x, indices, strict=True)))
 
 
 def _words(axes: int, few: int, *numbers: int) -> str:
-    """What kernels must be made for: how many axes they tell apart, and how far they count."""
+    """The layout in words, which says how many axes kernels must handle and how far they must count."""
     layout = TOO_MANY_AXES if axes > MAX_AXES else MANY_AXES if axes > few else ""
     return ", ".join(filter(None, (layout, LARGE if max(numbers) > MAX_NUMBER else "")))
 
@@ -99,10 +99,10 @@ class Elements(NamedTuple):
     """The elements of the output, in order.
 
     Attributes:
-        plain: whether the indices lie one after the other in the output's order.
-        numbers: the sizes, and the steps of x (none along the axis), of the indices, and of the indices' numbering, as
+        plain: whether the indices are adjacent in memory, in the order of the output.
+        numbers: the sizes and the steps of x (0 along the axis), of the indices, and of the indices' numbering, as
             `take_forward` takes them.
-        layout: what the kernel must be made for.
+        layout: what the kernel must be compiled for, in words.
     """
 
     plain: bool
@@ -149,7 +149,7 @@ class Lines(NamedTuple):
     layout: str
 
     def select(self, parameters: Iterable[str]) -> dict[str, Any]:
-        """The sizes and steps among a kernel's parameters."""
+        """The sizes and steps that are parameters of a kernel."""
         return {name: self.numbers[name] for name in parameters if name in self.numbers}
 
 

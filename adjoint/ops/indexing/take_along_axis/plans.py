@@ -21,19 +21,21 @@ _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
 
 TILE_BITS = 5
 TILE = 1 << TILE_BITS
-"""Entries of a tile, and tiles of a tile of the next level: part of every sum's bits."""
+"""The number of entries in a tile, and of tiles in a tile of the next level. It is part of every sum's bits."""
 
 MAX_COMPARED = TILE
-"""Entries of a line that are compared with each other: no sum has more than a tile, and it is quicker than sorting."""
+"""The most entries of a line that are compared with each other, which is quicker than sorting. No sum has more than a
+tile then."""
 
 MAX_ENTRIES = TILE * TILE
-"""Entries of a line that a program sorts: no sum has more than a tile of tiles, and registers hold them."""
+"""The most entries of a line that a program sorts. No sum has more than a tile of tiles then, and they fit in
+registers."""
 
 MAX_FILLED = 2**16
-"""Elements of a line that the program which writes its sums fills with zeros; longer ones are filled before."""
+"""The longest line that the program that writes its sums fills with zeros. Longer lines are filled before."""
 
 MAX_SORTED = 2**23
-"""Entries, or elements, that are sorted at once, unless a single line has more: it bounds the workspace."""
+"""The most entries, or elements, that are sorted at once, unless a single line has more. It bounds the workspace."""
 
 INDEX_OUT_OF_RANGE = register_fault(
     "take_along_axis: indices must be at least minus the length of the axis and less than it, "
@@ -50,7 +52,7 @@ OUT_OF_RANGE = {
 
 
 def lines_at_once(size: int) -> int:
-    """Lines that are sorted at once: as many as keep the workspace within bounds, but one at least."""
+    """The number of lines that are sorted at once: as many as the workspace allows, but at least one."""
     return max(1, MAX_SORTED // max(1, size))
 
 
@@ -90,7 +92,7 @@ def backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
 
 
 def _refuse(problem: Problem, most: int = MAX_NUMBER, words: str = "counts up to {} entries of a line") -> str:
-    """Why kernels that take `most` entries of a line, in words, cannot serve a problem."""
+    """Why kernels that take up to `most` entries of a line cannot serve a problem; `words` state that limit."""
     is_backward = problem.op == "take_along_axis_backward"
     if is_backward and problem.sizes[1] > most:
         return f"{words.format(most)}, these are {problem.sizes[1]}"
@@ -107,7 +109,7 @@ def _refuse_scatter(problem: Problem) -> str:
 
 
 def report_repeats(indices: Tensor, length: int, axis: int) -> None:
-    """Reports the first index that its line has before."""
+    """Reports the first index that occurs earlier in its line."""
     if indices.numel():
         report(REPEATED_INDEX, indices, eager.repeats(indices, length, axis))
 
@@ -133,7 +135,7 @@ def _sum_eagerly(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, 
 def _on_kernels(
     name: str, kernel: str, setup: str, refuse: Callable[[Problem], str], guarantee: Any = backward_guarantee
 ) -> Candidate:
-    """`setup` is "module:function" among the kernels."""
+    """A candidate on kernels. `setup` is "module:function" in their folder."""
     return Candidate(
         name=f"triton.{name}",
         backend="triton",

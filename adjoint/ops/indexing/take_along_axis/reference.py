@@ -5,9 +5,9 @@ from torch import Tensor
 
 
 def _aligned(x: Tensor, indices: Tensor, axis: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x and indices broadcast against each other but along the axis; and which indices are in range.
+    """Broadcasts x and indices against each other, except along the axis; and says which indices are in range.
 
-    An index below 0 counts from the end. One that is out of range becomes 0.
+    An index below 0 counts from the end. An index out of range becomes 0.
     """
     length, number = x.shape[axis], indices.shape[axis]
     others = torch.broadcast_shapes(

@@ -117,18 +117,20 @@ def combine(
     *,
     preference: Preference | None = None,
 ) -> Float[Tensor, "*tokens columns"]:
-    """y[t, :] = Σ weights[t, j] · rows[layout.inverse[t, j], :], in the order of j: what `dispatch` took apart.
+    """y[t, :] = Σ weights[t, j] · rows[layout.inverse[t, j], :], added in the order of j.
+
+    This puts together the rows of each token, which `dispatch` took apart.
 
     Args:
-        rows: one for each entry, in the order of the layout; float64, float32, bfloat16 or float16, kept by
-            the result.
-        weights: one for each entry, float32 or of the dtype of `rows`; None for a plain sum.
-        layout: as `dispatch` gave it. Entries past its last offset count for nothing.
+        rows: one row for each entry, in the order of the layout; float64, float32, bfloat16 or float16, kept by the
+            result.
+        weights: one weight for each entry, float32 or of the dtype of `rows`; None for a plain sum.
+        layout: the layout from `dispatch`. Entries past its last offset are left out.
         preference: narrows the choice of plans for this call and its backward.
 
     Raises:
         ArgumentError: shapes, dtypes or devices are wrong, or (on the CPU; on a GPU `adjoint.check()` raises)
-            the layout names a row that is not there. Inside `adjoint.checked()` also when it names one twice.
+            the layout names a row that does not exist. Inside `adjoint.checked()` also if it names a row twice.
         Unsupported: no plan meets the preference.
 
     >>> import torch
@@ -152,7 +154,7 @@ def combine_tensors(
     *,
     preference: Preference | None = None,
 ) -> Float[Tensor, "*tokens columns"]:
-    """`combine` from the tensors it reads of a layout, one by one: as plans and checks take them."""
+    """`combine` with the tensors of a layout as separate arguments, as plans and checks take them."""
     y = _combine.call(rows, weights, inverse, offsets, preference=preference)
     if not torch.compiler.is_compiling() and is_checking():
         _check_promise(inverse)
@@ -160,7 +162,7 @@ def combine_tensors(
 
 
 def _check_promise(inverse: Tensor) -> None:
-    """In checking mode: every row has one entry. Waits for the device."""
+    """Checks, in checking mode, that every row has only one entry. This waits for the device."""
     rows = inverse.reshape(-1).sort().values
     repeated = rows[1:] == rows[:-1]
     if bool(repeated.any()):

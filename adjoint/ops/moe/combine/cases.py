@@ -30,13 +30,13 @@ from adjoint.ops.moe.values import (
 
 
 def _places(indices: Tensor) -> tuple[Tensor, Tensor]:
-    """inverse and offsets."""
+    """The inverse and the offsets of a layout."""
     offsets, _, inverse = reference_layout(indices, EXPERTS)
     return inverse, offsets
 
 
 def _grouped(tokens: tuple[int, ...], slots: int, columns: int, weighted: bool, strided: bool = False) -> Make:
-    """Rows of a layout in which an entry or two belong to no expert, and weights, of their dtype where `strided`."""
+    """Rows of a layout in which one or two entries have no expert; and weights, in the rows' dtype if `strided`."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
         indices = indices_of(generator, tokens, slots, hot=True)
@@ -57,7 +57,7 @@ def _grouped(tokens: tuple[int, ...], slots: int, columns: int, weighted: bool, 
 def _cases(weighted: bool) -> tuple[Case, ...]:
     few = Case("few tokens", _grouped((3,), 2, 2, weighted))
     strided = Case("strided", _grouped((3, 2), 3, 19, weighted, strided=True))
-    # The layout by hand, as the reference has it, is slow for more.
+    # The reference makes the layout in Python, which is slow for more tokens.
     many = Case("many tokens", _grouped((1024,), 8, 2048, weighted), heavy=True)
     if not weighted:
         return few, strided, many
@@ -66,11 +66,11 @@ def _cases(weighted: bool) -> tuple[Case, ...]:
 
 
 def _part(inputs: Inputs, upstream: tuple[Tensor, ...], tokens: Tensor) -> tuple[Inputs, tuple[Tensor, ...], Tensor]:
-    """Some tokens of a problem as one of their own, and the row that each of its rows had."""
+    """A problem of some tokens of another one, and for each of its rows the row in the other problem."""
     rows, weights, inverse, offsets = inputs
     slots = inverse.shape[-1]
     old = inverse.reshape(-1, slots)[tokens]
-    indices = torch.searchsorted(offsets, old, right=True) - 1  # past the last for those of no expert
+    indices = torch.searchsorted(offsets, old, right=True) - 1  # past the last expert for entries of no expert
     new_inverse, new_offsets = _places(indices)
     source = torch.empty_like(new_inverse.reshape(-1)).long()
     source[new_inverse.reshape(-1).long()] = old.reshape(-1).long()
@@ -97,14 +97,14 @@ def _rebatched(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch
 
 
 def _resized(inputs: Inputs, upstream: tuple[Tensor, ...], size: int) -> tuple[Inputs, tuple[Tensor, ...]]:
-    """`size` tokens: the same over again."""
+    """The same tokens, repeated to `size` of them."""
     tokens = torch.arange(size, device=inputs[2].device) % inputs[2].shape[:-1].numel()
     part, gradient, _ = _part(inputs, upstream, tokens)
     return part, gradient
 
 
 def _token_pieces(arguments: Inputs, outputs: tuple[Tensor, ...]) -> Iterator[tuple[Inputs, tuple[Tensor, ...]]]:
-    """Pieces of tokens, each with rows of its own, in the order of its entries. Every entry must have an expert."""
+    """Pieces of tokens, each with its own rows in the order of its entries. Every entry must have an expert."""
     *upstream, rows, weights, inverse, _ = arguments
     tokens, slots = inverse.shape
     step = max(1, PIECE // max(1, slots * rows.shape[1]))
@@ -118,7 +118,7 @@ def _token_pieces(arguments: Inputs, outputs: tuple[Tensor, ...]) -> Iterator[tu
 
 
 def _combined_narrowly(rows: Tensor, weights: Tensor | None, inverse: Tensor, offsets: Tensor) -> Tensor:
-    """The sum in bfloat16, for whatever type: too narrow even for what is rounded to it afterwards."""
+    """The sum in bfloat16 for every type. This is too narrow even for results that are rounded to bfloat16."""
     total = torch.zeros(*inverse.shape[:-1], rows.shape[1], dtype=torch.bfloat16, device=rows.device)
     for slot in range(inverse.shape[-1]):
         alone = inverse[..., slot : slot + 1]
@@ -201,7 +201,7 @@ def _named_twice(device: torch.device) -> None:
 
 
 def _backward(device: torch.device, tokens: int, need: int) -> Any:
-    """The backward operator, without rows and weights."""
+    """A call of the backward operator, without rows and weights."""
     layout, dy = _inputs(device)["layout"], torch.zeros(tokens, 4, device=device)
     return torch.ops.adjoint.moe_combine_backward(dy, None, None, layout.inverse, layout.offsets, need, "")
 
@@ -229,7 +229,8 @@ BAD_CALLS = (
 
 
 def _workload(tokens: int, columns: int, slots: int, experts: int, weighted: bool) -> Workload:
-    """Without weights, the forward is the backward of dispatch, and the backward dispatch without the sort."""
+    """A workload. Without weights, its forward is the backward of `dispatch`, and its backward is `dispatch` without
+    the sort."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
         indices = distinct_experts(tokens, slots, experts, device, generator)
@@ -261,7 +262,7 @@ WORKLOADS = tuple(_workload(*shape, weighted) for shape in SHAPES for weighted i
 
 
 def built_calls() -> Iterator[Call]:
-    """Every dtype, without weights and with those that it may have."""
+    """Calls in every dtype, without weights and with weights of each dtype that they may have."""
     inverse, offsets = (torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((64, 8), (513,)))
     for dtype in COMBINE.dtypes:
         rows = torch.empty(64 * 8, 4096, dtype=dtype, device="meta")

@@ -8,7 +8,7 @@ from adjoint.ops.moe.token_rows.eager import entries_of
 
 
 def dots(gradient: Tensor, rows: Tensor, inverse: Tensor, offsets: Tensor, width: int, out: Tensor) -> None:
-    """out[t, j] = gradient[t] · rows[inverse[t, j]]: columns a width apart in their order, then neighbours."""
+    """out[t, j] = gradient[t] · rows[inverse[t, j]]. Columns `width` apart are added in order, and then neighbours."""
     slots, columns = inverse.shape[-1], rows.shape[1]
     row, _, counts = entries_of(inverse, offsets)
     flat, tokens = out.view(-1), gradient.reshape(gradient.shape[:-1].numel(), columns)

@@ -30,10 +30,10 @@ ROW_OUT_OF_RANGE = register_fault(
 )
 
 DOT_WIDTH = 256
-"""Columns the gradient of the weights takes at once: part of its bits."""
+"""The columns that the gradient of the weights takes at once. They are part of its bits."""
 
 NEED_ROWS, NEED_WEIGHTS = 1, 2
-"""Bits of the gradients a backward computes."""
+"""The bits of the gradients in the mask of a backward."""
 
 # ------------------------------------------------------------------------------------------- guarantee
 
@@ -62,7 +62,7 @@ def backward_guarantee(problem: Problem) -> dict[str, Guarantee]:
     def weights_bound(dy: Tensor, rows: Tensor, weights: Tensor | None, inverse: Tensor, offsets: Tensor) -> Tensor:
         products = terms_of(rows, None, inverse, offsets) * dy[..., None, :]
         columns = rows.shape[1]
-        steps = -(-columns // DOT_WIDTH) + DOT_WIDTH.bit_length()  # a product, the blocks, the levels
+        steps = -(-columns // DOT_WIDTH) + DOT_WIDTH.bit_length()  # one for a product, then the blocks and the levels
         return bound_of_products(products.sum(-1), products.abs().sum(-1), columns, steps, element, weight)
 
     return {

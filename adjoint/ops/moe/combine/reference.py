@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def combine(rows: Tensor, weights: Tensor | None, inverse: Tensor, offsets: Tensor) -> Tensor:
-    """y[t] = Σ over j of weights[t, j] · rows[inverse[t, j]], entries past the last offset left out."""
+    """y[t] = Σ over j of weights[t, j] · rows[inverse[t, j]], without entries past the last offset."""
     counts = (inverse >= 0) & (inverse < offsets[-1])
     if rows.shape[0] == 0:
         return rows.new_zeros(*inverse.shape[:-1], rows.shape[1])

@@ -85,14 +85,14 @@ def dispatch(
     *,
     preference: Preference | None = None,
 ) -> tuple[Float[Tensor, "rows columns"], Layout]:
-    """Each token's row once for every expert it goes to, grouped by expert; and the layout of the rows.
+    """Copies each token's row once for each of its experts, grouped by expert; and gives the layout of the rows.
 
     The order is a pure function of `indices`: by expert, then token, then slot. Every entry has a row.
 
     Args:
         x: the tokens; float64, float32, bfloat16 or float16, kept by the rows.
         indices: the experts of each token; int32 or int64.
-        num_experts: how many experts there are; empty ones are fine.
+        num_experts: the number of experts; some may have no tokens.
         preference: narrows the choice of plans for this call and its backward.
 
     Returns:
@@ -100,8 +100,8 @@ def dispatch(
 
     Raises:
         ArgumentError: shapes, dtypes or devices are wrong, or (on the CPU) an index is out of range. On a GPU
-            `adjoint.check()` raises for it; its row is zero meanwhile, stands past the last offset, and
-            counts for nothing in `combine`.
+            `adjoint.check()` raises for it. Meanwhile its row is zero, stands past the last offset, and `combine`
+            leaves it out.
         Unsupported: no plan meets the preference.
 
     >>> import torch

@@ -46,7 +46,7 @@ def _tokens(
 
 
 def _strided(x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Columns apart, and indices that lie the other way round."""
+    """Columns that are not adjacent, and indices that are transposed in memory."""
     return laid_across(x, 2, 1, 0), laid_across(indices, 1, 0, 2)
 
 
@@ -70,7 +70,7 @@ def _permutation(indices: Tensor) -> Tensor:
 
 
 def _with_other_tokens(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch]:
-    """The last half of the tokens alone: their rows are elsewhere, and have the same bits."""
+    """The last half of the tokens alone. Their rows have other places and the same bits."""
     x, indices = inputs
     slots = indices.shape[-1]
     tokens, experts = x.reshape(-1, x.shape[-1]), indices.reshape(-1, slots)
@@ -87,13 +87,13 @@ def _with_other_tokens(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator
 
 
 def _resized(inputs: Inputs, upstream: tuple[Tensor, ...], size: int) -> tuple[Inputs, tuple[Tensor, ...]]:
-    """`size` along the first axis of tokens: the same over again."""
+    """The same tokens, repeated to `size` along their first axis."""
     inputs, _ = batching.resized(inputs, (), size, 0, (True, True))
     return inputs, batching.resized((), upstream, inputs[1].numel(), 0, ())[1]
 
 
 def _columns(arguments: Inputs, outputs: tuple[Tensor, ...]) -> Iterator[tuple[Inputs, tuple[Tensor, ...]]]:
-    """Pieces of columns: every column is a problem of its own; indices belong to all of them."""
+    """Pieces of whole columns. Every column is a problem of its own, and all columns share the indices."""
     width = outputs[0].shape[-1]
     largest = max(tensor.numel() for tensor in (*arguments, *outputs))
     step = max(1, PIECE * width // max(1, largest))
@@ -122,7 +122,7 @@ def _last_slot_wins(drows: Tensor, x: Tensor, indices: Tensor) -> Tensor:
 
 
 def _added_narrowly(upstream: tuple[Tensor, ...], inputs: Inputs) -> Answers:
-    """Sums in a type too narrow for values of the inputs' dtype."""
+    """Sums in a type that is too narrow for values of the inputs' dtype."""
     dtype = inputs[0].dtype
     narrow = {torch.float64: torch.float32, torch.float16: torch.float16}.get(dtype, torch.bfloat16)
 
@@ -229,7 +229,7 @@ WORKLOADS = tuple(_workload(*shape) for shape in SHAPES)
 
 
 def built_calls() -> Iterator[Call]:
-    """Every dtype; for one of them indices in both, and few and many experts."""
+    """Calls in every dtype; in one of them with indices of both types, and with few and many experts."""
     calls = [(dtype, torch.int64, 512) for dtype in DISPATCH.dtypes]
     calls += [
         (torch.bfloat16, *others) for others in ((torch.int32, 512), (torch.int64, 128), (torch.int64, MAX_EXPERTS))

@@ -14,7 +14,7 @@ def dispatch(x: Tensor, indices: Tensor, num_experts: int) -> Tensor:
 
 
 def dispatch_backward(drows: Tensor, x: Tensor, indices: Tensor, num_experts: int) -> Tensor:
-    """dx[t] = Σ drows over the rows of token t, those of no expert left out."""
+    """dx[t] = Σ drows over the rows of token t, without rows of no expert."""
     flat = indices.reshape(-1)
     valid = (flat >= 0) & (flat < num_experts)
     entries = torch.where(valid, flat, num_experts).argsort(stable=True)

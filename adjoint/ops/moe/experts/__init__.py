@@ -13,9 +13,9 @@ The order of gate and up is that of Hugging Face's fused experts: the first I ro
 
 A row is a token and one of its slots. Saved for the backward, besides the arguments: g and u of each row in the type
 of x (4·I bytes a row in 16 bits), and the layout of the rows (8 bytes a row). Recomputed: h, from the saved g and u.
-The gradient is that of the layer at the saved, rounded g and u. Neither x nor dy is ever copied into rows: the products
-read them by token; of what is D columns wide and has a line for each row, 512 columns are in memory at once, or, where
-I is more, as many as that.
+The gradient is that of the layer at the saved, rounded g and u. Neither x nor dy is ever copied into rows, because the
+products read them by token. Of intermediate results with D columns for each row, only 512 columns are in memory at
+once, or I columns if I is larger.
 """
 
 from typing import Any
@@ -40,7 +40,7 @@ _OP = "moe.experts"
 
 
 def _check_layer(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> None:
-    """x [T, D], gate_up [E, 2I, D], down [E, D, I] of one dtype, and weights [T, k]."""
+    """Requires x [T, D], gate_up [E, 2I, D] and down [E, D, I] in one dtype, and weights [T, k]."""
     require_floating(_OP, "x", x)
     if x.dim() != 2:
         raise ArgumentError(
@@ -110,7 +110,7 @@ def _check_backward(
 
 
 def _facts(dtypes: tuple[torch.dtype, ...], weights: Tensor, **tensors: Tensor) -> Facts:
-    """`tensors` are those that kernels read contiguous, x and down among them; weights may lie in any order."""
+    """The facts of a problem. Kernels read `tensors`, such as x and down, contiguous; weights may have any layout."""
     x, down = tensors["x"], tensors["down"]
     sizes = (x.shape[0], x.shape[1], down.shape[0], down.shape[2], weights.shape[1])
     return Facts(dtypes, copied_layout({}, tensors), sizes)
@@ -136,12 +136,13 @@ def _allocate(
 
 
 def _flops(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, weights: Tensor, keep: bool) -> int:
-    """gate_up[e] · x and down[e] · h, for each row."""
+    """The operations of gate_up[e] · x and down[e] · h for each row."""
     return 2 * weights.numel() * x.shape[1] * (gate_up.shape[1] + down.shape[2])
 
 
 def _flops_backward(dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, *rest: Any) -> int:
-    """dh = down[e]ᵀ · dy, which all gradients but ddown need; dx, dgate_up and ddown one product each."""
+    """The operations of dh = down[e]ᵀ · dy, which all gradients but ddown need, and of one product each for dx,
+    dgate_up and ddown."""
     need = rest[-1]
     of_gate_up = bool(need & plans.NEED_X) + bool(need & plans.NEED_GATE_UP)
     of_down = bool(need & ~plans.NEED_DOWN) + bool(need & plans.NEED_DOWN)
@@ -187,14 +188,14 @@ def experts(
         x: the tokens; float64, float32, bfloat16 or float16, kept by the result.
         gate_up: for each expert, I rows of the gate and I rows of up, in the dtype of x.
         down: for each expert, the matrix back to the columns of x, in the dtype of x.
-        indices: int32 or int64, the experts of each token; one may occur twice, and is then added twice. One out of
-            range adds nothing, has no gradient, and is reported by position and value: at once on the CPU; on a GPU
-            through `adjoint.check()`.
-        weights: what each expert's result is multiplied by; any of the four types, whatever that of x. Products and
-            sums with it run in float32, in float64 where x is float64.
+        indices: int32 or int64, the experts of each token. An expert that occurs twice is added twice. An index out of
+            range adds nothing and has no gradient. Its position and value are reported: at once on the CPU, and on a
+            GPU through `adjoint.check()`.
+        weights: the factor of each expert's result, in any of the four types, whichever that of x is. Products and sums
+            with it are computed in float32, or in float64 if x is float64.
         preference: narrows the choice of plans for this call and its backward.
 
-    Under autocast x, gate_up and down are cast to its dtype, float64 excepted; weights stay as they are.
+    Under autocast x, gate_up and down are cast to its dtype, unless they are float64; weights stay as they are.
 
     Raises:
         ArgumentError: shapes, dtypes or devices disagree, or (on the CPU) an index is out of range.

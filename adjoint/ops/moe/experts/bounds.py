@@ -1,7 +1,7 @@
 """How far the expert layer may be from the exact one, evaluated in float64 for the very inputs: see docs/experts.md.
 
-Every number has a bound of its own. A product is off by what its operands are off by, and by what its sum loses; what
-is rounded to 16 bits on the way by half a unit in the last place.
+Every number has a bound of its own. The error of a product has the errors of its operands and that of its sum. A number
+that is rounded to 16 bits on the way has a further error of half a unit in the last place.
 """
 
 from typing import NamedTuple
@@ -13,29 +13,29 @@ from adjoint.core.guarantee import spacing
 from adjoint.core.problem import wide_dtype
 
 SECOND_ORDER = 1.01
-"""What the products of two small errors add, at most, to those of one."""
+"""A factor that bounds what products of two small errors add to single errors."""
 
 SILU = {True: (24, 48, 2), False: (40, 80, 0)}
-"""The error of silu and of its slope in units u, relative to their terms' sizes, and what it grows by for each unit by
-which a gate is below 0; of 16-bit types, and of others."""
+"""The errors of silu and of its slope, in units u of the sizes of their terms, and their growth for each unit by which
+a gate is below 0. The key says whether the type has 16 bits."""
 
 SMALLEST_NORMAL = {torch.float32: 2.0**-126, torch.float64: 2.0**-1022}
 
 
 class Value(NamedTuple):
-    """Exact numbers, and how far what is computed in their place may be from them."""
+    """Exact numbers, and how far the computed numbers may be from them."""
 
     exact: Tensor
     error: Tensor
 
     @property
     def size(self) -> Tensor:
-        """The largest that is computed in their place."""
+        """The largest magnitudes that the computed numbers may have."""
         return self.exact.abs() + self.error
 
 
 class Rows(NamedTuple):
-    """The rows of an expert: their tokens and slots, routing weights, and values as a plan has them."""
+    """The rows of an expert: their tokens and slots, routing weights, and values with the errors of a plan."""
 
     token: Tensor
     slot: Tensor
@@ -50,8 +50,8 @@ class Bounds:
     """Bounds of the results of a layer.
 
     Args:
-        element, weight: the types of the layer, and of its routing weights.
-        rounds_dh: the gradient of the hidden values is rounded to 16 bits, too.
+        element, weight: the types of the layer and of its routing weights.
+        rounds_dh: whether the gradient of the hidden values is rounded to 16 bits as well.
     """
 
     def __init__(self, element: torch.dtype, weight: torch.dtype, rounds_dh: bool) -> None:
@@ -59,21 +59,22 @@ class Bounds:
         # The exact results of float64 are themselves computed in float64.
         self.u = torch.finfo(self.wide).eps / 2 * (2 if element == torch.float64 else 1)
         self.silu, self.slope, self.growth = SILU[element.itemsize == 2]
-        self.tiny = SMALLEST_NORMAL[self.wide]  # what underflows
+        self.tiny = SMALLEST_NORMAL[self.wide]  # the most that a number may lose by underflow
 
     # ------------------------------------------------------------------------------------------- steps
 
     def stored(self, value: Value, kind: torch.dtype | None = None) -> Value:
-        """Rounded to the type of the layer, or another; what is in the type of the sums already is not rounded."""
+        """A value rounded to the type of the layer, or to `kind`. The type of the sums needs no rounding."""
         kind = kind or self.element
         if kind == self.wide:
             return value
         return value._replace(error=value.error + spacing(value.size, kind) / 2)
 
     def product(self, left: Value, right: Tensor) -> Value:
-        """left · right, [m, n] · [n, p], right exact: a sum in any order, which matrix instructions cut off.
+        """left · right, [m, n] · [n, p], where right is exact.
 
-        They may also take what is below the smallest normal number for 0.
+        The sum may have any order, and matrix instructions truncate it. They may also take numbers below the smallest
+        normal number for 0.
         """
         share = SECOND_ORDER * 2 * (right.shape[0] + 4) * self.u
         size = right.abs()
@@ -82,16 +83,16 @@ class Bounds:
         return Value(left.exact @ right, error)
 
     def times(self, *factors: Value, roundings: int = 1) -> Value:
-        """The product of numbers, each operation rounded; what underflows is multiplied by the others."""
+        """The product of values, with a rounding for each operation. Underflows are multiplied by the other factors."""
         exact, size, most = factors[0].exact, factors[0].size, factors[0].size
         for factor in factors[1:]:
             exact, size, most = exact * factor.exact, size * factor.size, torch.maximum(most, factor.size)
         error = size - exact.abs() + SECOND_ORDER * (len(factors) + roundings) * self.u * size
-        # The difference of two numbers of float64 that are nearly equal is off by what they are rounded by.
+        # The difference of two nearly equal float64 numbers has an error as large as their roundings.
         return Value(exact, error.clamp_min(0) + 2.0**-50 * size + self.tiny * (1 + most) ** (len(factors) - 1))
 
     def _of_gate(self, gate: Value) -> tuple[Value, Value]:
-        """silu and its slope: |silu'| ≤ 1.1 and |silu''| ≤ ½ everywhere."""
+        """silu and its slope of a gate, where |silu'| ≤ 1.1 and |silu''| ≤ ½ everywhere."""
         g, error = gate
         sigma = torch.sigmoid(g)
         silu, slope = g * sigma, sigma * (1 + g * torch.sigmoid(-g))
@@ -111,7 +112,7 @@ class Bounds:
         return Rows(token, slot, weights[token, slot][:, None], gate, up, silu, self.times(silu, up))
 
     def _sum_of_slots(self, terms: list[tuple[Tensor, Value]], like: Tensor, slots: int) -> Value:
-        """Rows added up by token, one slot after the other."""
+        """Adds up rows by token, one slot after the other."""
         exact, error, size = (torch.zeros_like(like) for _ in range(3))
         for token, rows in terms:
             exact.index_add_(0, token, rows.exact)
@@ -159,7 +160,7 @@ class Bounds:
         return self.stored(self._sum_of_slots(terms, x, indices.shape[1])).error if name == "dx" else bound
 
     def _through_gate(self, rows: Rows, dh: Value) -> Value:
-        """The gradients of g and u, side by side, as they are rounded."""
+        """The rounded gradients of g and u, side by side."""
         _, slope = self._of_gate(rows.gate)
         weight = _exact(rows.weight)
         of_gate = self.times(dh, weight, rows.up, slope, roundings=4)
@@ -176,7 +177,7 @@ def _transposed(value: Value) -> Value:
 
 
 def in_words(element: torch.dtype, rounds_dh: bool) -> str:
-    """The bound of every output."""
+    """The bound of every output in words."""
     rounded = "g, u, h, dg, du" + (", dh" if rounds_dh else "") + " and each row's result rounded"
     sums = "sums off by 2·(n + 4)·u of the sizes of their n terms"
     unit = "u = 2⁻⁵³, twice" if element == torch.float64 else "u = 2⁻²⁴"

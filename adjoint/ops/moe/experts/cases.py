@@ -30,7 +30,8 @@ def _layer(
     unused: int = -1,
     lay: Lay = lambda *inputs: inputs,
 ) -> Make:
-    """Normal inputs, weight matrices that keep their size, distinct random experts; `unused` is nobody's."""
+    """Normal inputs, weight matrices that keep the size of values, and distinct random experts. No token goes to the
+    expert `unused`."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
         draw = partial(values, generator, dtype, device)
@@ -51,7 +52,7 @@ def _layer(
 
 
 def _strided(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, weights: Tensor) -> Inputs:
-    """Every input transposed in memory, or with other elements between its own."""
+    """Every input transposed in memory, or with other elements between its elements."""
     return (
         laid_across(x, 1, 0),
         laid_across(gate_up, 0, 2, 1),
@@ -74,9 +75,10 @@ _CASES = (
 
 
 def _with_other_tokens(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch]:
-    """The tokens of one expert alone, the last token alone, and all of them in the other order.
+    """The tokens of one expert alone, the last token alone, and all tokens in reversed order.
 
-    A token's results keep their bits everywhere; an expert's gradients where its tokens are the same, in order.
+    A token's results keep their bits in all of these. An expert's gradients keep them where its tokens are the same, in
+    the same order.
     """
     x, gate_up, down, indices, weights = inputs
     if len(x) == 0:
@@ -108,7 +110,7 @@ def _with_other_tokens(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator
 def _mistake(
     forward: Callable[..., Inputs] = lambda *inputs: inputs, backward: Callable[..., Inputs] = lambda *inputs: inputs
 ) -> Callable[..., Answers]:
-    """The reference on inputs that were changed."""
+    """The reference on changed inputs."""
     return answers(
         lambda *inputs: reference.experts(*forward(*inputs)),
         lambda dy, *inputs: reference.experts_backward(dy, *backward(*inputs)),
@@ -128,7 +130,7 @@ def _unweighted(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, weigh
 
 
 def _last_token_dropped(dy: Tensor, *layer: Tensor) -> tuple[Tensor, ...]:
-    """Weight gradients over all tokens but the last of the batch."""
+    """Weight gradients over all tokens of the batch but the last one."""
     x, gate_up, down, indices, weights = layer
     dx, _, _, dweights = reference.experts_backward(dy, *layer)
     few = reference.experts_backward(dy[:-1], x[:-1], gate_up, down, indices[:-1], weights[:-1])
@@ -136,7 +138,7 @@ def _last_token_dropped(dy: Tensor, *layer: Tensor) -> tuple[Tensor, ...]:
 
 
 def _by_expert(product: Callable[[Tensor, Tensor], Tensor], *layer: Tensor) -> Tensor:
-    """The layer, expert by expert, with left · rightᵀ as `product` computes it."""
+    """The layer, expert by expert, where `product` computes left · rightᵀ."""
     x, gate_up, down, indices, weights = layer
     y, inner = torch.zeros_like(x), down.shape[2]
     for e in range(down.shape[0]):
@@ -148,7 +150,7 @@ def _by_expert(product: Callable[[Tensor, Tensor], Tensor], *layer: Tensor) -> T
 
 
 def _narrow_sums(upstream: tuple[Tensor, ...], inputs: Inputs) -> Answers:
-    """Products every sum of which is rounded to a type too narrow for it."""
+    """Products in which every sum is rounded to a type that is too narrow."""
     narrow = torch.float32 if inputs[0].dtype == torch.float64 else torch.bfloat16
 
     def product(left: Tensor, right: Tensor) -> Tensor:
@@ -241,7 +243,7 @@ BAD_CALLS = (
 
 
 def _routed(tokens: int, columns: int, number: int, inner: int, slots: int, skewed: bool) -> Make:
-    """A layer on a device, routed uniformly, or with experts chosen as often as 1 / rank."""
+    """A layer on a device. Its routing is uniform, or the frequency of an expert is proportional to 1 / rank."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
         on_device = of_device(device, generator)
@@ -265,7 +267,7 @@ def _routed(tokens: int, columns: int, number: int, inner: int, slots: int, skew
 
 
 def composed(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-    """torch's grouped product with a gather before and a scatter after it."""
+    """Torch's grouped product, with a gather before it and a scatter after it."""
     order = indices.reshape(-1).sort(stable=True)
     token = order.indices // indices.shape[1]
     experts_of = torch.arange(1, down.shape[0] + 1, device=x.device)
@@ -283,7 +285,7 @@ TIMED = replace(
     mistakes={},
     rebatched=None,
 )
-"""Its layers have too many rows to take one by one."""
+"""A subject for layers that have too many rows to compute them one by one."""
 
 
 def _workload(tokens: int, columns: int, number: int, inner: int, slots: int, skewed: bool) -> Workload:
@@ -312,7 +314,7 @@ _LAYERS = (
     (4096, 4096, 64, 1536, 6, False),
     (256, 2048, 512, 512, 10, False),
 )
-"""Tokens, D, experts, I, slots, and whether few experts have most of the tokens."""
+"""The layers that are timed: tokens, D, experts, I, slots, and whether few experts have most of the tokens."""
 
 WORKLOADS = tuple(_workload(*layer) for layer in _LAYERS)
 
@@ -320,7 +322,7 @@ WORKLOADS = tuple(_workload(*layer) for layer in _LAYERS)
 
 
 def built_calls() -> Iterator[Call]:
-    """A layer of every dtype."""
+    """Calls of a layer in every dtype."""
     for dtype in EXPERTS.dtypes:
         shapes = {"x": (64, 2048), "gate_up": (512, 1536, 2048), "down": (512, 2048, 768), "weights": (64, 8)}
         tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}

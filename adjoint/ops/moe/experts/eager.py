@@ -1,8 +1,8 @@
 """The expert layer in plain PyTorch, on any device: a matrix product per expert, rows grouped as kernels group them.
 
-Another library's grouped products can stand in for those (`Products`): the rest stays the same.
+Grouped products of another library can replace these products (`Products`); the rest stays the same.
 
-What is rounded, and saved, is what kernels round and save: g and u, h = silu(g)·u, and each row's result.
+It rounds and saves the same numbers as the kernels: g and u, h = silu(g)·u, and each row's result.
 """
 
 from collections.abc import Callable
@@ -21,12 +21,15 @@ from adjoint.ops.moe.token_rows.eager import sum_rows
 
 
 def _counts(offsets: Tensor, rows: int) -> list[int]:
-    """How many rows each expert has, and last how many no expert has; for the CPU, where counting waits for nobody."""
+    """The number of rows of each expert, and last the number of rows of no expert.
+
+    This is for the CPU, where counting does not wait for a device.
+    """
     return [end - begin for begin, end in pairwise((*offsets.tolist(), rows))]
 
 
 def _masks(offsets: Tensor, rows: int) -> list[Tensor]:
-    """Which rows each expert has."""
+    """A mask of the rows of each expert."""
     place = torch.arange(rows, device=offsets.device)
     owner = torch.searchsorted(offsets[1:].contiguous(), place, right=True)
     return [(owner == e)[:, None] for e in range(len(offsets) - 1)]
@@ -34,17 +37,17 @@ def _masks(offsets: Tensor, rows: int) -> list[Tensor]:
 
 @cache
 def multiplies_directly(dtype: torch.dtype) -> bool:
-    """Whether torch's product of matrices on the CPU serves as it is: it adds in the wide type and rounds once.
+    """Whether torch's product of matrices on the CPU adds in the wide type and rounds once, so that it serves directly.
 
-    For bfloat16 it does in every build we know, and is several times as fast where the processor has instructions for
-    it; so it is tried. The sums of float16 are the faster ones in float32.
+    This is found by trying. For bfloat16 it does so in every build that we know, and is several times as fast on
+    processors with instructions for it. For float16 sums in float32 are faster.
     """
     if dtype == wide_dtype(dtype):
         return True
     if dtype != torch.bfloat16:
         return False
     left, right = torch.ones(33, 2048, dtype=dtype), torch.full((2048, 65), 2.0**-4, dtype=dtype)
-    right[0] = 256.0  # to which nothing can be added in bfloat16
+    right[0] = 256.0  # in bfloat16 the other terms cannot be added to it
     return torch.equal(left @ right, (left.float() @ right.float()).to(dtype))
 
 
@@ -74,7 +77,8 @@ def _product(rows: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
 def _outer(left: Tensor, right: Tensor, offsets: Tensor, out: Tensor) -> None:
     """out[e] = Σ left[r]ᵀ · right[r] over the rows of expert e, rounded once.
 
-    Memory of the caller's that begins elsewhere than torch's gets a copy: equal calls have equal bits.
+    Results in the caller's memory that does not begin as torch's memory does are copied there, because equal calls must
+    have equal bits.
     """
     if out.device.type == "cpu" and not begins_as_allocated(out):
         own = torch.empty_like(out, memory_format=torch.contiguous_format)
@@ -100,7 +104,7 @@ def _outer(left: Tensor, right: Tensor, offsets: Tensor, out: Tensor) -> None:
 
 
 class Products(NamedTuple):
-    """The two products over grouped rows that the layer is made of, as `_product` and `_outer` define them."""
+    """The layer's two products over grouped rows, as `_product` and `_outer` define them."""
 
     product: Callable[[Tensor, Tensor, Tensor], Tensor]
     outer: Callable[[Tensor, Tensor, Tensor, Tensor], None]
@@ -112,7 +116,7 @@ PER_EXPERT = Products(_product, _outer)
 def forward(
     layer: tuple[Tensor, ...], layout: Layout, y: Tensor, gu: Tensor | None, products: Products = PER_EXPERT
 ) -> None:
-    """The layer's output, and g and u of each row where there is room for them."""
+    """Writes the layer's output, and g and u of each row if there is a tensor for them."""
     x, gate_up, down, weights = layer
     token = layout.permutation // layout.inverse.shape[1]
     both = products.product(x.index_select(0, token), gate_up.transpose(1, 2), layout.offsets)
@@ -127,7 +131,7 @@ def forward(
 def backward(
     saved: tuple[Tensor, ...], layout: Layout, outputs: tuple[Tensor, ...], products: Products = PER_EXPERT
 ) -> None:
-    """The gradients, into dx, dgate_up, ddown and dweights: those that have elements, as no other is needed."""
+    """Writes the gradients dx, dgate_up, ddown and dweights. A gradient without elements is not needed."""
     dy, x, gate_up, down, weights, gu = saved
     dx, dgate_up, ddown, dweights = outputs
     kind, inner = wide_dtype(x.dtype), down.shape[2]

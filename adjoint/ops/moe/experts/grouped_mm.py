@@ -1,7 +1,8 @@
 """The expert layer on torch's grouped product: one launch for all experts, in bfloat16, without a promise about bits.
 
-It leaves the rows past the last offset uninitialised, those of entries whose expert is out of range; they are made zero
-here before anything reads them. The gradient of the hidden values is rounded to bfloat16, as the product returns it.
+Torch's product leaves the rows past the last offset uninitialised. These are the rows of entries whose expert is out of
+range, and they are set to 0 here before anything reads them. The gradient of the hidden values is rounded to bfloat16,
+because the product returns it so.
 """
 
 from typing import Any
@@ -14,7 +15,7 @@ from adjoint.core.problem import Problem, short
 from adjoint.ops.moe.experts.eager import Products
 
 MULTIPLE = 8
-"""Of elements in a row of each matrix: what 16 bytes hold."""
+"""The number of elements in a row of each matrix must be a multiple of this, which is 16 bytes."""
 
 _grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 

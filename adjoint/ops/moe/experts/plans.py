@@ -29,20 +29,20 @@ INDEX_OUT_OF_RANGE = register_fault(
 )
 
 DEPTH = {torch.float64: 16, torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}
-"""Terms of a sum that one step of a product adds."""
+"""The number of terms of a sum that one step of a product adds."""
 
 HIDDEN_COLUMNS = {torch.float64: 32, torch.float32: 64, torch.bfloat16: 128, torch.float16: 128}
-"""Columns of h·dh whose sum one program leaves for the gradient of a routing weight."""
+"""The number of columns of h·dh of which one program writes the sum, for the gradient of a routing weight."""
 
 EDGE = {torch.float64: 32, torch.float32: 64}
-"""Rows, and columns, of a tile of the types without matrix instructions. Their sums within a row follow the layout
-of a tile, so they have one tile, whatever the schedule."""
+"""The rows, and the columns, of a tile for the types without matrix instructions. The order of their sums within a row
+follows the layout of a tile, so they have the same tile under every schedule."""
 
 NEED_X, NEED_GATE_UP, NEED_DOWN, NEED_WEIGHTS = 1, 2, 4, 8
-"""Bits of the gradients that a backward computes."""
+"""The bits of the gradients in the mask of a backward."""
 
 MAX_WIDTH = 2**15
-"""The largest D or 2·I: offsets inside one expert's weights are 32 bits."""
+"""The largest D or 2·I, because offsets inside one expert's weights have 32 bits."""
 
 
 def refuse(problem: Problem) -> str:
@@ -58,10 +58,11 @@ def refuse(problem: Problem) -> str:
 
 
 HOPPER_MULTIPLE = 64
-"""Of D and I, for the kernels for Hopper: the terms that a stage of theirs has."""
+"""D and I must be multiples of this for the kernels for Hopper: it is the number of terms in one of their stages."""
 
 HOPPER_LEAST_HIDDEN = 128
-"""Of D: Triton 3.6 does not compile the product of gradients by token for 64 columns, which are half a tile."""
+"""The least D for the kernels for Hopper. Triton 3.6 does not compile the product of gradients by token for 64
+columns, which are half a tile."""
 
 
 def _refuse_hopper(problem: Problem) -> str:
@@ -79,7 +80,7 @@ def _refuse_hopper(problem: Problem) -> str:
 # ------------------------------------------------------------------------------------------- guarantee
 
 CEILINGS = {torch.float64: 1e-14, torch.float32: 4e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
-"""Of every output on the cases: the largest that was measured are 4e-16, 6e-7, 4.0e-3 and 4.9e-4."""
+"""Recorded ceilings of every output on the cases. The largest measured errors are 4e-16, 6e-7, 4.0e-3 and 4.9e-4."""
 
 _CASES = {
     torch.float64: "normal inputs, D up to 528, I up to 136",
@@ -97,9 +98,10 @@ _PROMISES = {
     "ddown": ("expert", 3, False, _BY_TOKEN),
     "dweights": ("token", 2, True, "columns in fixed blocks, blocks in their order"),
 }
-"""The item of each output; its roundings to the storage type; whether it is made of dh; the order of its sums.
+"""For each output: its item, its roundings to the storage type, whether it depends on dh, and the order of its sums.
 
-The roundings are g and u; h; each row's result; the sum of slots. Backward: g and u; dgu or w·h; the same."""
+The roundings of the forward are g and u, h, each row's result, and the sum of slots. Those of the backward are g and u,
+dgu or w·h, each row's result, and the sum of slots."""
 
 
 _BY_THREADS = "; equal bits for equal numbers of threads"
@@ -108,10 +110,10 @@ _BY_THREADS = "; equal bits for equal numbers of threads"
 def guarantee(
     problem: Problem, ours: bool, repeats_on_cpu: bool = False, rounds_dh: bool = False
 ) -> dict[str, Guarantee]:
-    """What each output promises: of our kernels, or of the matrix products of a library, which may round dh.
+    """The promises of each output: for our kernels, or for the matrix products of a library, which may round dh.
 
-    On the CPU torch's product of two matrices gives equal calls equal bits, for as long as the number of threads stays
-    the same. It promises nothing about a row's bits beside other rows: the shape of a product may choose its kernel.
+    On the CPU torch's product of two matrices gives equal bits for equal calls, if the number of threads is the same.
+    It promises nothing about a row's bits beside other rows, because the shape of a product may decide its kernel.
     """
     element, is_forward = problem.dtypes[0], problem.op == "moe_experts"
     repeats = repeats_on_cpu and problem.device.type == "cpu"
@@ -138,7 +140,7 @@ def guarantee(
 
 
 def _write_layout(down: Tensor, indices: Tensor, outputs: tuple[Tensor, ...]) -> Layout:
-    """The layout of a forward, written by PyTorch."""
+    """Writes the layout of a forward in PyTorch."""
     layout = Layout(*outputs[2:])
     write_layout(indices, down.shape[0], layout, INDEX_OUT_OF_RANGE)
     return layout
@@ -148,7 +150,7 @@ def _forward(products: Products) -> Compute:
     def run(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
         x, gate_up, down, indices, weights, keep = arguments
         layout = _write_layout(down, indices, outputs)
-        with torch.autocast(x.device.type, enabled=False):  # the op has cast what it casts: its sums are wider
+        with torch.autocast(x.device.type, enabled=False):  # the op has cast its inputs already, and its sums are wider
             layer = x, gate_up, down, weights
             eager.forward(layer, layout, outputs[0], outputs[1] if keep else None, products)
 
@@ -166,7 +168,7 @@ def _backward(products: Products) -> Compute:
 def _set_up(setup: Setup, folder: str) -> Execute:
     """A plan on the kernels of a folder.
 
-    Where there are no rows, no experts or no columns, nothing is multiplied: outputs are zero.
+    If there are no rows, no experts or no columns, nothing is multiplied and outputs are zero.
     """
     is_forward, (option,) = setup.problem.op == "moe_experts", setup.problem.options
     if 0 not in setup.problem.sizes and (is_forward or option):
@@ -211,7 +213,7 @@ def _candidates(kernel: str, in_torch: Callable[[Products], Compute]) -> tuple[C
             allocating_outputs(in_torch(PER_EXPERT), many_calls=True),
             revision=2,
         ),
-        # After the one that serves everything: only a preference that names it gets it.
+        # It comes after the candidate that serves everything, so only a preference that names it gets it.
         replace(
             in_pytorch(
                 "eager.grouped_mm",

@@ -1,4 +1,4 @@
-"""How the rows of a dispatch lie: grouped by expert, then by token, then by slot.
+"""The order of the rows of a dispatch: grouped by expert, then by token, then by slot.
 
 The T·k entries of `indices` [T, k], numbered token·k + slot, are ordered by a stable sort of their experts.
 An entry whose expert is out of range belongs to none and comes last, past `offsets[num_experts]`. Nothing else
@@ -15,25 +15,25 @@ from torch import Tensor
 from adjoint.core.schedules import Schedules
 
 SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
-"""Of the kernels that compute a layout."""
+"""The schedules of the kernels that compute a layout."""
 
 MAX_ENTRIES = 2**28
-"""Entries a layout can number on a GPU."""
+"""The most entries that a layout can number on a GPU."""
 
 MAX_EXPERTS = 2048
-"""Experts whose entries one counting sort tells apart on a GPU."""
+"""The most experts that one counting sort can handle on a GPU."""
 
 
 REPORTED = "reported with position and value: at once on the CPU, by adjoint.check() on a GPU"
-"""What becomes of an index out of range, in the words of guarantees."""
+"""The words of guarantees for an index out of range."""
 
 
 class Layout(NamedTuple):
-    """Where the rows of a dispatch are. All three are int32, contiguous, and carry no gradient.
+    """The places of the rows of a dispatch. All three tensors are int32 and contiguous, and have no gradient.
 
     Attributes:
-        offsets: the rows of expert e are those from `offsets[e]` to `offsets[e + 1]`; rows past the last
-            offset belong to entries whose expert is out of range.
+        offsets: the rows of expert e are those from `offsets[e]` to `offsets[e + 1]`. Rows past the last offset belong
+            to entries whose expert is out of range.
         permutation: the entry, token·k + slot, of each row.
         inverse: the row of each entry, in the shape of `indices`.
     """
@@ -44,7 +44,7 @@ class Layout(NamedTuple):
 
 
 def allocate(indices: Tensor, num_experts: int) -> Layout:
-    """A layout's memory, empty."""
+    """Empty memory for a layout."""
     return Layout(
         indices.new_empty((num_experts + 1,), dtype=torch.int32),
         indices.new_empty((indices.numel(),), dtype=torch.int32),

@@ -8,7 +8,7 @@ from adjoint.ops.moe.layout import Layout
 
 
 def lie_below(values: Tensor, bound: Tensor | int) -> bool:
-    """Whether whole numbers are all from 0 to below a bound; never where a GPU would have to be waited for."""
+    """Whether all integers are at least 0 and below a bound. False on a GPU, because the answer would wait for it."""
     if not values.is_cpu or values.numel() == 0:
         return False
     low, high = values.aminmax()
@@ -16,7 +16,7 @@ def lie_below(values: Tensor, bound: Tensor | int) -> bool:
 
 
 def write(indices: Tensor, num_experts: int, layout: Layout, fault: Fault | None) -> None:
-    """Fills a layout. An expert out of range is reported as `fault`, where there is one."""
+    """Fills a layout. An expert out of range is reported as `fault`, unless that is None."""
     keys = indices
     if not lie_below(indices, num_experts):
         out_of_range = (indices < 0) | (indices >= num_experts)

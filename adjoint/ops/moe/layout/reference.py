@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def layout(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """offsets, permutation and inverse: entries in order of (expert, token, slot), those of no expert last."""
+    """offsets, permutation and inverse, for entries in order of (expert, token, slot). Those of no expert are last."""
     keys = [expert if 0 <= expert < num_experts else num_experts for expert in indices.reshape(-1).tolist()]
     permutation = sorted(range(len(keys)), key=lambda entry: (keys[entry], entry))
     inverse = [0] * len(keys)

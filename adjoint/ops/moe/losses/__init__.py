@@ -107,7 +107,8 @@ def _loss(
     forward: Candidates,
     backward: Candidates,
 ) -> Op:
-    """Either loss: a scalar, and what it saves, the number of tokens or each expert's fraction before it."""
+    """Declares one of the two losses. It gives a scalar and `saved`: the number of tokens, or each expert's fraction
+    and then that number."""
     return Op(
         f"moe_{name}",
         label=f"moe.{name}",
@@ -146,7 +147,7 @@ _z = _loss("z_loss", ("logits", "mask?"), "tokens", _check_z, _describe, lambda:
 def _stacked(
     logits: Sequence[Tensor], indices: Sequence[Tensor], mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Logits, indices and mask of all layers' tokens, the layers along a first axis."""
+    """The logits, indices and mask of the tokens of all layers, with the layers along a first axis."""
     op = "moe.load_balancing_loss"
     if not isinstance(indices, list | tuple) or len(indices) != len(logits) or not logits:
         what = f"{len(indices)}" if isinstance(indices, list | tuple) else f"a {type(indices).__name__}"
@@ -172,26 +173,27 @@ def load_balancing_loss(
     *,
     preference: Preference | None = None,
 ) -> Float[Tensor, ""]:
-    """E·Σ f·P over the experts: f how often each is chosen per token, P its mean probability.
+    """E·Σ f·P over the experts, where f is how often each is chosen per token, and P its mean probability.
 
-    It is k where the load is even. This is what `load_balancing_loss_func` of Hugging Face's mixture models computes,
-    from the choices that were made instead of a top-k of its own: for one layer, or for a list or tuple of layers,
-    whose tokens are counted as if all were those of one layer. That is not the mean of the layers' losses: layers that
-    are uneven in different ways make up for each other.
+    It is k if the load is even. `load_balancing_loss_func` of Hugging Face's mixture models computes the same, but from
+    a top-k of its own instead of the choices that were made. It is for one layer, or for a list or tuple of layers,
+    whose tokens are counted as if all were those of one layer. This is not the mean of the layers' losses, because
+    layers that are uneven in different ways compensate each other.
 
     Args:
-        logits: the router's, bfloat16, float16, float32 or float64; probabilities are their softmax. Several layers'
-            have one shape and dtype, and are copied into one tensor.
-        indices: the experts chosen, int32 or int64, as `route` returns them; they carry no gradient. As many as logits.
-        mask: True for tokens that count; all do without one. One for all layers.
+        logits: the router's logits, bfloat16, float16, float32 or float64; probabilities are their softmax. Those of
+            several layers have one shape and dtype, and are copied into one tensor.
+        indices: the chosen experts, int32 or int64, as `route` returns them; they have no gradient. For several layers
+            there is one tensor for each tensor of logits.
+        mask: True for tokens that count; without a mask all do. There is one mask for all layers.
         preference: narrows the choice of plans for this call and its backward.
 
     Returns:
-        A scalar, float32 (float64 for float64 logits); 0 where no token counts.
+        A scalar, float32 (float64 for float64 logits); 0 if no token counts.
 
     Raises:
-        ArgumentError: a shape, dtype or device is wrong, or (on the CPU) an index is; on a GPU `adjoint.check()`
-            raises for values.
+        ArgumentError: a shape, dtype or device is wrong, or (on the CPU) an index is out of range; on a GPU
+            `adjoint.check()` raises for values.
         Unsupported: no plan meets the preference.
 
     >>> import torch
@@ -218,11 +220,11 @@ def z_loss(
 
     Args:
         logits: bfloat16, float16, float32 or float64.
-        mask: True for tokens that count; all do without one.
+        mask: True for tokens that count; without a mask all do.
         preference: narrows the choice of plans for this call and its backward.
 
     Returns:
-        A scalar, float32 (float64 for float64 logits); 0 where no token counts.
+        A scalar, float32 (float64 for float64 logits); 0 if no token counts.
 
     Raises:
         ArgumentError: a shape, dtype or device is wrong.

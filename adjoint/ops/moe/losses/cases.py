@@ -15,7 +15,7 @@ from adjoint.ops.moe.values import changing, laid_across, shaped, values, with_i
 
 
 def _choices(tokens: tuple[int, ...], experts: int, k: int, masked: bool, hot: bool = False) -> Make:
-    """Logits, choices and a mask; a token that does not count has NaN logits."""
+    """Logits, choices and a mask. A token that does not count has NaN logits."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
         logits = values(generator, dtype, device, *tokens, experts, scale=2)
@@ -66,7 +66,7 @@ def _mistakes(forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -
 
 
 def _resized(inputs: Inputs, upstream: tuple[Tensor, ...], size: int) -> tuple[Inputs, tuple[Tensor, ...]]:
-    """`size` tokens: the same ones over again."""
+    """The same tokens, repeated to `size` of them."""
     return batching.resized(inputs, (), size, 0, (True,) * len(inputs))[0], upstream
 
 
@@ -160,7 +160,7 @@ BAD_CALLS = (
 
 
 def built_calls() -> Iterator[Call]:
-    """Few experts in 16 bits, and many in 32 bits with a mask."""
+    """Calls with few experts in 16 bits, and with many in 32 bits and a mask."""
     for experts, k, dtype, masked in ((128, 8, torch.bfloat16, False), (512, 10, torch.float32, True)):
         logits = torch.empty(64, experts, dtype=dtype, device="meta")
         mask = torch.empty(64, dtype=torch.bool, device="meta") if masked else None

@@ -7,14 +7,14 @@ from adjoint.core.errors import Fault, report
 
 
 def _counted(logits: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits as rows in float64, which of them count, and how many do, at least 1."""
+    """Logits as rows in float64, which of them count, and the number of those, but at least 1."""
     rows = logits.reshape(-1, logits.shape[-1]).double()
     counted = rows.new_ones(len(rows), dtype=torch.bool) if mask is None else mask.reshape(-1)
     return rows, counted, counted.sum().double()
 
 
 def balance(fault: Fault, logits: Tensor, indices: Tensor, mask: Tensor | None, loss: Tensor, load: Tensor) -> None:
-    """The load balancing loss; an index of a token that counts is reported as `fault` where it is no expert."""
+    """Writes the load balancing loss. An index out of range, of a token that counts, is reported as `fault`."""
     rows, counted, tokens = _counted(logits, mask)
     experts = rows.shape[1]
     flat = indices.reshape(-1, indices.shape[-1])

@@ -22,10 +22,10 @@ from adjoint.ops.moe.losses import eager, reference
 _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
 
 RUN, RUNS = 16, 64
-"""Tokens of a run, and runs of a sum of the next level: part of a loss's bits."""
+"""The number of tokens in a run, and of runs in a sum of the next level. Both are part of a loss's bits."""
 
 MAX_CHOICES = 2**31 - 2**16
-"""Choices of all tokens that fit the kernels' integers."""
+"""The most choices, over all tokens, that the kernels' integers can count."""
 
 INDEX_OUT_OF_RANGE = register_fault(
     "moe.load_balancing_loss: indices[{position}] (of all indices, row by row) is {value}, which is no expert: experts "
@@ -34,7 +34,7 @@ INDEX_OUT_OF_RANGE = register_fault(
 
 
 def levels(rows: int) -> list[int]:
-    """The number of runs of tokens, and of the sums of each level above, down to one."""
+    """The number of runs of tokens, and then the number of sums of each level above, down to one."""
     counts = [-(-rows // RUN)]
     while len(counts) < 2 or counts[-1] > 1:
         counts.append(-(-counts[-1] // RUNS))
@@ -54,13 +54,13 @@ _SPECIAL = (
 
 
 class _Arithmetic(NamedTuple):
-    """How a loss is computed.
+    """The arithmetic of a loss.
 
     Attributes:
         kind: the type of the loss.
-        rounds_once: it is computed in a wider one.
-        over_tokens: additions that a token's term goes through.
-        over_experts: additions that a term goes through in a sum over the experts.
+        rounds_once: whether it is computed in a wider type.
+        over_tokens: the number of additions of a token's term.
+        over_experts: the number of additions of a term in a sum over the experts.
     """
 
     kind: torch.dtype
@@ -84,7 +84,7 @@ class _Arithmetic(NamedTuple):
 
 
 def _arithmetic(problem: Problem, in_float64: bool) -> _Arithmetic:
-    """Torch adds in an order of its own, in float64: there a sum has as many additions as terms."""
+    """The arithmetic of a problem. In float64 torch adds in its own order, so a sum has as many additions as terms."""
     kind, (experts, rows, _) = wide_dtype(problem.dtypes[0]), problem.sizes
     if in_float64:
         return _Arithmetic(kind, kind != torch.float64, rows, experts)
@@ -94,10 +94,10 @@ def _arithmetic(problem: Problem, in_float64: bool) -> _Arithmetic:
 def _parts(
     logits: Tensor, mask: Tensor | None, arithmetic: _Arithmetic
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of the tokens that count: probabilities, their relative error, logsumexp and its error; and which count.
+    """For the tokens that count: probabilities, their relative error, logsumexp and its error; and which tokens count.
 
-    A probability costs 3·|d|·u + 5·u for each of its exponentials, d the distance from the row's maximum, and an
-    addition for each slice and halving of the sum; a logarithm 8·u·(1 + |log|).
+    Each exponential of a probability has an error of 3·|d|·u + 5·u, where d is the distance from the row's maximum. Its
+    sum has an addition for each slice and each halving. A logarithm has an error of 8·u·(1 + |log|).
     """
     u = arithmetic.u
     rows = logits.reshape(-1, logits.shape[-1])
@@ -123,7 +123,7 @@ def _forward_bound(problem: Problem, in_float64: bool) -> Callable[..., Tensor]:
             return 1.001 * u * loss.abs() + 2 * u * arithmetic.smallest
         _, relative, _, _, counted = _parts(logits, mask, arithmetic)
         worst = relative[counted].amax() if counted.any() else loss.new_zeros(())
-        lost = logits.shape[-1] * (indices.shape[-1] + 2) * arithmetic.smallest  # by probabilities that underflow
+        lost = logits.shape[-1] * (indices.shape[-1] + 2) * arithmetic.smallest  # lost where probabilities underflow
         return loss.abs() * (1.001 * worst + u * (arithmetic.over_tokens + arithmetic.over_experts + 16)) + lost
 
     def z(logits: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -185,7 +185,7 @@ def _guarantee(problem: Problem, in_float64: bool) -> dict[str, Guarantee]:
         batch_invariant="",
         device_invariant=False,
         accumulator="float64" if in_float64 else "float32",
-        roundings=2 if backward and balancing and problem.dtypes[0].itemsize > 2 else 1,  # the load is kept rounded
+        roundings=2 if backward and balancing and problem.dtypes[0].itemsize > 2 else 1,  # the saved load is rounded
         error=Derived(f"{formula}, {units}", (_backward_bound if backward else _forward_bound)(problem, in_float64)),
         domain="every input" if backward else IN_RANGE if in_float64 else _ORDER,
         special_values=_SPECIAL,

@@ -110,12 +110,12 @@ def _check_backward(dweights: Tensor, weights: Tensor, indices: Tensor, logits: 
 
 
 def _reads_logits(score: str, renormalize: bool) -> bool:
-    """Whether a backward reads the logits; a softmax over the chosen experts needs their weights alone."""
+    """Whether a backward reads the logits. That of a softmax over the chosen experts needs only their weights."""
     return not (score == "softmax" and renormalize)
 
 
 def _sizes(experts: int, rows: int, layout: str) -> tuple[int, ...]:
-    """The sizes that a plan depends on: the number of rows where they are copied, and where they are too many."""
+    """The sizes on which a plan depends. The number of rows is one if they are copied, or if they are too many."""
     return (experts, rows) if layout or rows > plans.MAX_ROWS else (experts,)
 
 
@@ -185,22 +185,23 @@ def route(
 
     Args:
         logits: bfloat16, float16, float32 or float64, any strides; up to 1024 experts along the last axis.
-        k: experts a token, up to 64.
-        score: what weights are made of: the softmax over the experts, or each one's sigmoid.
-        bias: float32, float64 for float64 logits, added to the scores for the selection alone; weights do not know
-            of it, and it has no gradient.
-        num_groups: experts form this many groups of adjacent ones, of which a token uses only some.
-        groups_kept: how many: those with the largest sum of their two best selection scores.
-        renormalize: divide a token's weights by their sum.
+        k: the number of experts of a token, up to 64.
+        score: the scores of which weights are made: the softmax over the experts, or the sigmoid of each logit.
+        bias: float32, or float64 for float64 logits. It is added to the scores only for the selection. It does not
+            change the weights, and has no gradient.
+        num_groups: the number of groups of adjacent experts. A token uses only some of the groups.
+        groups_kept: the number of groups that a token uses: those with the largest sum of their two best selection
+            scores.
+        renormalize: whether to divide a token's weights by their sum.
         preference: narrows the choice of plans for this call and its backward.
 
     Returns:
         weights, float32 (float64 for float64 logits), and indices, int64, both [..., k].
 
-    The selection compares the logits as given for a softmax without a bias, and otherwise score + bias: the score
-    in float64, rounded once to float32, and the sum in float32; for float64 logits both in float64. Equal ones go to
-    the lower expert, and NaN ranks last.
-    A row with +∞, or with nothing above −∞, has NaN weights.
+    For a softmax without a bias, the selection compares the logits themselves. Otherwise it compares score + bias. The
+    score is computed in float64 and rounded once to float32, and the sum is in float32; for float64 logits both are in
+    float64. Of equal experts the lower one wins, and NaN ranks last. A row with +∞, or with nothing above −∞, has NaN
+    weights.
 
     Raises:
         ArgumentError: a shape, dtype, device or option is wrong.

@@ -22,17 +22,17 @@ from adjoint.ops.moe.route import reference
 
 
 def roundoff(kind: torch.dtype) -> float:
-    """u of weights of a type: 2⁻²⁴ or 2⁻⁵³."""
+    """The unit roundoff u of weights of a type: 2⁻²⁴ or 2⁻⁵³."""
     return torch.finfo(kind).eps / 2
 
 
 def lost(kind: torch.dtype) -> float:
-    """What may be lost to weights below the range of their type: 2⁻¹²⁵ or 2⁻¹⁰²¹."""
+    """The most that weights below the range of their type may lose: 2⁻¹²⁵ or 2⁻¹⁰²¹."""
     return 2 * torch.finfo(kind).tiny
 
 
 def _finite(values: Tensor) -> Tensor:
-    """NaN and infinities count for nothing: what they make of a weight is stated, and exact."""
+    """Replaces NaN and infinities by 0. Their effect on a weight is stated and exact, so they have no error."""
     return values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
@@ -78,7 +78,7 @@ def relative(
 def weights_bound(
     logits: Tensor, indices: Tensor, score: str, renormalize: bool, kind: torch.dtype, rounds_once: bool
 ) -> Tensor:
-    """Of weights of type `kind` that were computed in it, or in float64 and rounded once."""
+    """The bound of weights of type `kind`, computed in this type, or in float64 and rounded once."""
     weights = _finite(reference.weights_of(logits, indices, score, renormalize))
     if rounds_once:
         return 1.001 * roundoff(kind) * weights + lost(kind)
@@ -95,7 +95,11 @@ def gradient_bound(
     dtype: torch.dtype,
     rounds_once: bool,
 ) -> Tensor:
-    """The weights' own error, once for the factor and once inside Σ w·dw; its sum; and the final rounding."""
+    """The bound of the logits' gradient.
+
+    It has the weights' own error, once in the factor and once inside Σ w·dw, the error of that sum, and the final
+    rounding.
+    """
     kind = wide_dtype(dtype)
     u = roundoff(kind)
     terms_of_a_sum = indices.shape[1] if kind == torch.float64 else 0
@@ -105,7 +109,7 @@ def gradient_bound(
     error, every = relative(logits, indices, score, renormalize, kind)
     worst = error.amax(1, keepdim=True) if error.numel() else error[:, :1]
     slack: float | Tensor = (20 + terms_of_a_sum) * u
-    if rounds_once:  # all in float64, but for the weights, which were rounded once
+    if rounds_once:  # all is in float64 except the weights, which were rounded once
         worst, every, slack = torch.full_like(worst, u), torch.full_like(every, u), 2 * u
     terms = weights * (size + dot)
     if score == "sigmoid":
@@ -123,4 +127,4 @@ def gradient_bound(
     rounded = limit + tiny + spacing(exact.abs() + limit, dtype) / 2
     if score == "softmax" and not renormalize:
         return rounded
-    return torch.zeros_like(rounded).scatter(1, indices, rounded.gather(1, indices))  # exactly 0 where not chosen
+    return torch.zeros_like(rounded).scatter(1, indices, rounded.gather(1, indices))  # exactly 0 for experts not chosen

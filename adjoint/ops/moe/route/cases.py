@@ -24,7 +24,7 @@ def _make(*shape: int, lay: Callable[[Tensor], Tensor] = lambda logits: logits) 
 
 
 def _special(logits: Tensor) -> Tensor:
-    """Rows with infinities and NaN among the logits, and rows of nothing else."""
+    """Rows with infinities and NaN among the logits, and rows of only such values."""
     infinity, nan = float("inf"), float("nan")
     logits[0, ::2] = -infinity
     logits[1, ::3] = nan
@@ -38,7 +38,7 @@ def _special(logits: Tensor) -> Tensor:
 
 _CASES = (
     Case("few tokens", _make(5, 12)),
-    Case("ties", _make(9, 70, lay=lambda t: (t / 2).round())),  # and zeros of both signs
+    Case("ties", _make(9, 70, lay=lambda t: (t / 2).round())),  # also zeros of both signs
     Case("special values", _make(8, 40, lay=_special)),
     Case("strided", _make(2, 90, 3, lay=lambda t: t.transpose(1, 2)[..., ::2])),
     Case("three axes of tokens", _make(2, 3, 2, 33, lay=lambda t: laid_across(t, 2, 1, 0, 3))),
@@ -53,7 +53,7 @@ _CASES = (
 
 
 Groups = tuple[int, int]
-"""The groups of experts, and how many of them are kept."""
+"""The number of groups of experts, and the number of groups that are kept."""
 
 
 def _reference(
@@ -90,7 +90,7 @@ def _mistakes(score: str, renormalize: bool) -> dict[str, Callable[..., Answers]
 
 
 def _rebatched(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterable[Rebatch]:
-    """Some tokens in a batch of their own; nothing where there are none."""
+    """Some tokens in a batch of their own; nothing if there are no tokens."""
     return batching.rebatched(inputs, upstream, 0) if len(inputs[0]) else ()
 
 
@@ -188,7 +188,7 @@ BAD_CALLS = (
 
 
 def _for_choices(arguments: Inputs, choices: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], int]:
-    """The gradient for a contender's own experts, in tokens where they differ from ours by the order of ties alone."""
+    """The gradient for a contender's own experts in tokens where they differ from ours only by the order of ties."""
     dweights, logits = arguments
     assert dweights is not None and logits is not None
     theirs = choices[0].long()
@@ -236,7 +236,7 @@ WORKLOADS = tuple(_workload(*sizes) for sizes in ((32768, 512, 10), (32768, 256,
 
 
 def built_calls() -> Iterator[Call]:
-    """The rows of the benchmark, every dtype and mode on one of them, and the largest problems."""
+    """Calls with the sizes of the benchmark, in every dtype and mode for one of them, and the largest problems."""
     bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
     sigmoid: dict[str, Any] = {"score": "sigmoid"}
     dense: dict[str, Any] = {"renormalize": False}

@@ -21,9 +21,9 @@ def forward(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
 
 
 def _forward_by_selection(rows: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor] | None:
-    """The definition by torch's selection, which knows no order of equal ones; NaN is its largest number.
+    """The definition by torch's selection, which has no order for equal values and takes NaN for the largest one.
 
-    None where two of a row's k + 1 largest are equal, or NaN is among them, and where asking would wait for a GPU.
+    None if two of a row's k + 1 largest values are equal or NaN is among them, and on a GPU, for which it would wait.
     """
     if not rows.is_cpu or rows.numel() == 0:
         return None
@@ -37,7 +37,7 @@ def _forward_by_selection(rows: Tensor, k: int, renormalize: bool) -> tuple[Tens
 
 
 def backward(arguments: tuple[Any, ...], dlogits: Tensor) -> None:
-    """From the saved weights: the logits are read only where a slope or the other experts' shares need them."""
+    """Writes the gradient from the saved weights. It reads the logits only for a slope or for other experts' shares."""
     dweights, weights, indices, logits, experts, k, _, score, renormalize = arguments
     w, dw, chosen = weights.reshape(-1, k).double(), dweights.reshape(-1, k).double(), indices.reshape(-1, k)
     dot = (w * dw).sum(-1, keepdim=True)

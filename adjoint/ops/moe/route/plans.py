@@ -18,10 +18,10 @@ from adjoint.ops.moe.route import bounds, eager, reference
 _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
 
 MAX_K = 64
-"""The slots of a row of results."""
+"""The number of slots in a row of results."""
 
 MAX_ROWS = 2**31 - 1024
-"""Rows a launch can number, programs past the end included."""
+"""The most rows that a launch can number, including those of programs past the end."""
 
 
 # ------------------------------------------------------------------------------------------- guarantee
@@ -37,7 +37,7 @@ _SPECIAL_GRADIENT = (
 
 
 def _compares_logits(problem: Problem) -> bool:
-    """Whether experts are compared by their logits as they are."""
+    """Whether experts are compared by their logits themselves."""
     return problem.options[1] == "softmax" and len(problem.dtypes) == 1
 
 
@@ -110,7 +110,7 @@ def backward_guarantee(problem: Problem, in_float64: bool) -> dict[str, Guarante
     rounds_once = _rounds_once(problem, in_float64)
 
     def bound(dweights: Tensor, logits: Tensor, indices: Tensor | None = None) -> Tensor:
-        """`indices` are there where a bias or groups had a part in the selection."""
+        """The bound of dlogits. `indices` are passed if the selection has a bias or groups."""
         flat = logits.reshape(-1, logits.shape[-1])
         if indices is None:
             indices = reference.select(flat, k, score, None, kind=_kind(problem))
@@ -124,7 +124,7 @@ def backward_guarantee(problem: Problem, in_float64: bool) -> dict[str, Guarante
             batch_invariant="" if in_float64 else "token",
             device_invariant=False,
             accumulator="float64" if in_float64 else "float32",
-            roundings=1 if problem.dtypes[0].itemsize == 2 else 2,  # the weights are kept in float32, or float64
+            roundings=1 if problem.dtypes[0].itemsize == 2 else 2,  # the weights are saved in float32 or float64
             error=Derived(_gradient_formula(problem, rounds_once), bound),
             domain="every input" if _is_dense(problem) else "every input; experts that were not chosen have exactly 0",
             special_values=_SPECIAL_GRADIENT,
@@ -133,7 +133,7 @@ def backward_guarantee(problem: Problem, in_float64: bool) -> dict[str, Guarante
 
 
 def _gradient_formula(problem: Problem, rounds_once: bool) -> str:
-    """What `bounds.gradient_bound` computes, in words."""
+    """The bound that `bounds.gradient_bound` computes, in words."""
     *_, score, renormalize = problem.options
     term = "w·(|dw| + Σ w·|dw|)" if score == "softmax" or renormalize else "w·|dw|"
     term += "·(1 − σ(x))" if score == "sigmoid" else ""
@@ -163,7 +163,7 @@ def _is_grouped(problem: Problem) -> bool:
 
 
 def _numeric(problem: Problem) -> dict[str, Any]:
-    """What decides about results besides the tensors."""
+    """The options that decide about results."""
     if problem.op != "moe_route":
         *_, score, renormalize = problem.options
         return {"score": score, "renormalize": renormalize}
@@ -173,7 +173,7 @@ def _numeric(problem: Problem) -> dict[str, Any]:
 
 
 def _by_experts(problem: Problem) -> str:
-    """The more experts a row has, the more warps share it."""
+    """The entry of a problem's schedule. The more experts a row has, the more warps share it."""
     experts = problem.sizes[0]
     return "moe_route_grouped" + ("_768" if experts >= 768 else "_512" if experts >= 512 else "")
 
@@ -189,7 +189,7 @@ def _on_kernels(
     promises: Promises,
     entry: Callable[[Problem], str] | None = None,
 ) -> Candidate:
-    """A plan on Triton for some modes; `launch` is the module and the function of its setup."""
+    """A plan in Triton for some modes. `launch` has the module and the function of its setup."""
     bind = imported(f"adjoint.ops.moe.route.triton.{launch}")
 
     def refuse(problem: Problem) -> str:

@@ -7,7 +7,7 @@ NAN = float("nan")
 
 
 def scores(logits: Tensor, score: str) -> Tensor:
-    """Softmax over the experts whose logit is not NaN, or the sigmoid of each; NaN where the logit is."""
+    """The softmax over the experts whose logit is not NaN, or the sigmoid of each; NaN where the logit is NaN."""
     absent = logits.isnan()
     if score == "sigmoid":
         return torch.sigmoid(logits)
@@ -15,7 +15,7 @@ def scores(logits: Tensor, score: str) -> Tensor:
 
 
 def selection_scores(logits: Tensor, score: str, bias: Tensor | None, kind: torch.dtype = torch.float32) -> Tensor:
-    """What experts are compared by: the logits as given, or the score rounded to `kind`, plus the bias there."""
+    """The numbers by which experts are compared: the logits, or the score rounded to `kind` plus the bias in `kind`."""
     if score == "softmax" and bias is None:
         return logits
     rounded = scores(logits, score).to(kind)
@@ -23,7 +23,7 @@ def selection_scores(logits: Tensor, score: str, bias: Tensor | None, kind: torc
 
 
 def ranked(values: Tensor) -> Tensor:
-    """The places of values along the last axis, largest first, equal ones in their order, NaN last."""
+    """The places of values along the last axis: largest first, equal ones in their order, and NaN last."""
     # −∞ and NaN are distinguished by a first key: a stable sort by the value, then a stable sort by whether it is NaN.
     absent = values.isnan()
     order = values.masked_fill(absent, float("-inf")).sort(dim=-1, descending=True, stable=True).indices
@@ -40,7 +40,7 @@ def select(
     groups_kept: int = 1,
     kind: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The experts of each row, best first; scores are compared in `kind`, float64 for logits that were float64."""
+    """The experts of each row, best first. Scores are compared in `kind`, which is float64 for float64 logits."""
     compared = selection_scores(logits, score, bias, kind)
     rows, experts = compared.shape
     if groups_kept == num_groups:

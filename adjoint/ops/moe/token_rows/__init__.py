@@ -14,7 +14,7 @@ from adjoint.core.op import Facts
 
 
 def check_rows(op: str, rows_name: str, rows: Tensor, inverse: Tensor, offsets: Tensor) -> None:
-    """rows are a floating matrix with one row for each entry of inverse, and a layout's tensors are what they were."""
+    """Requires a floating matrix with one row for each entry of inverse, and the tensors of a layout."""
     require_floating(op, rows_name, rows)
     if rows.dim() != 2:
         raise ArgumentError(f"{op}: {rows_name} must have two axes, rows and columns, got shape {tuple(rows.shape)}")
@@ -27,7 +27,7 @@ def check_rows(op: str, rows_name: str, rows: Tensor, inverse: Tensor, offsets: 
 
 
 def check_layout(op: str, like_name: str, like: Tensor, inverse: Tensor, offsets: Tensor) -> None:
-    """The tensors of a layout, on the device of another."""
+    """Requires the tensors of a layout, on the device of another tensor."""
     for name, tensor in (("inverse", inverse), ("offsets", offsets)):
         require_ids(op, f"layout.{name}", tensor, like_name, like)
         if tensor.dtype != torch.int32:
@@ -51,11 +51,11 @@ def facts(
     tokens: dict[str, Tensor],
     others: dict[str, Tensor | None],
 ) -> Facts:
-    """The facts of a problem; its sizes are tokens, slots, experts and columns.
+    """The facts of a problem. Its sizes are tokens, slots, experts and columns.
 
     Args:
-        entries: a tensor [..., slots], for its shape.
-        tokens: tensors [..., columns] that kernels read along at most two axes of tokens, with any distance of columns.
+        entries: a tensor of shape [..., slots]; only the shape is read.
+        tokens: tensors [..., columns] that kernels read along at most two axes of tokens, with any stride of columns.
         others: tensors that must be contiguous.
     """
     copied = {name: x for name, x in tokens.items() if x.numel() and leading_axes(x) is None}

@@ -23,7 +23,7 @@ def scatter(source: Tensor, weights: Tensor | None, inverse: Tensor, offsets: Te
     terms = terms.repeat_interleave(slots, 0)
     if weights is not None:
         terms = terms.mul_(weights.reshape(-1, 1).to(terms.dtype)).to(out.dtype)
-    # What names no row goes to one past the end: to leave it out, one would have to wait for its number.
+    # Entries that name no row are written to one row past the end. To leave them out, one must wait for their number.
     padded = out.new_zeros(len(row) + 1, out.shape[1])
     padded.index_copy_(0, torch.where(among, row, len(row)).long(), torch.where(counts[:, None], terms, 0))
     out.copy_(padded[:-1])

@@ -22,7 +22,7 @@ IEEE_SUMS = "as IEEE sums that begin with +0"
 
 
 def promise(error: Derived, problem: Problem | None = None, item: str = "token", **words: Any) -> Guarantee:
-    """What an output promises: sums of a problem, rounded once, or copies, of no problem's arithmetic."""
+    """The promise of an output: sums of a problem that are rounded once, or copies, for which `problem` is None."""
     return Guarantee(
         repeatable=True,
         batch_invariant=item,
@@ -37,7 +37,7 @@ def promise(error: Derived, problem: Problem | None = None, item: str = "token",
 def bound_of_products(
     exact: Tensor, magnitude: Tensor, terms: int, steps: int, dtype: torch.dtype, out: torch.dtype
 ) -> Tensor:
-    """The error of a sum of so many products, which may underflow, after so many roundings; rounded to `out`."""
+    """The bound of a sum of `terms` products, which may underflow, after `steps` roundings, rounded to `out`."""
     wide = wide_dtype(dtype)
     number, roundings = magnitude.new_tensor((terms + 1, steps))
     underflow = terms * torch.finfo(wide).smallest_normal * torch.finfo(wide).eps
@@ -46,7 +46,7 @@ def bound_of_products(
 
 
 def terms_of(rows: Tensor, weights: Tensor | None, inverse: Tensor, offsets: Tensor) -> Tensor:
-    """What each entry adds to its token, [..., slots, columns]."""
+    """The term that each entry adds to its token, [..., slots, columns]."""
     row, _, counts = entries_of(inverse, offsets)
     if rows.shape[0] == 0:
         return rows.new_zeros(*inverse.shape, rows.shape[1])
@@ -72,7 +72,7 @@ def _refuse(problem: Problem) -> str:
 def candidates(
     op: str, guarantee: Callable[[Problem], dict[str, Guarantee]], in_torch: Compute, **numeric: Any
 ) -> tuple[Candidate, ...]:
-    """The candidates of an operator: that of its kernels, and the same in PyTorch with numeric parameters."""
+    """The candidates of an operator: one on kernels, and one in PyTorch with the same numeric parameters."""
     direction = op.removeprefix("moe_")
     folder = direction.removesuffix("_backward")
     on_kernels = Candidate(

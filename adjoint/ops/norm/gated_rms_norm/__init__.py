@@ -50,9 +50,9 @@ def gated_rms_norm(
         x: any shape with at least one axis, any strides; float64, float32, bfloat16 or float16, kept by the result.
         gate: like x, with strides of its own.
         weight: one number for each column; of the dtype of x, or float32.
-        eps: what is added to the mean of squares; not negative.
-        round_before_gate: x·r is rounded to the dtype of x before the weight, as Hugging Face's modules do; by default
-            the result alone is rounded.
+        eps: the number that is added to the mean of squares; not negative.
+        round_before_gate: whether x·r is rounded to the dtype of x before the product with the weight, as in Hugging
+            Face's modules; by default only the result is rounded.
         preference: narrows the choice of plans for this call and its backward.
 
     Raises:

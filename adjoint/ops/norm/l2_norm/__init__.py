@@ -35,7 +35,7 @@ def l2_norm(
 
     Args:
         x: any shape with at least one axis, any strides; float64, float32, bfloat16 or float16, kept by the result.
-        eps: what is added to the sum of squares; not negative.
+        eps: the number that is added to the sum of squares; not negative.
         preference: narrows the choice of plans for this call and its backward.
 
     Raises:

@@ -54,7 +54,7 @@ def _check_residual_backward(dy: Tensor | None, ds: Tensor | None, s: Tensor, *a
 
 
 def _allocate_residual_backward(dy: Any, ds: Any, s: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]:
-    """dx, dweight, and nothing for the residual, whose gradient is dx."""
+    """Empty dx and dweight, and an empty tensor for the residual, whose gradient is dx."""
     need_x, need_weight, _ = RESIDUAL.needs(options[-1])
     return s.new_empty(s.shape if need_x else 0), weight.new_empty(weight.shape if need_weight else 0), s.new_empty(0)
 
@@ -100,9 +100,9 @@ def rms_norm(
     Args:
         x: any shape with at least one axis, any strides; float64, float32, bfloat16 or float16, kept by the result.
         weight: one number for each column; of the dtype of x, or float32.
-        eps: what is added to the mean of squares; not negative.
-        offset: what is added to the weight: 1.0 for weights that begin at 0.
-        residual: like x. Then s = x + residual, rounded once, is what is normalised, and (y, s) is returned.
+        eps: the number that is added to the mean of squares; not negative.
+        offset: the number that is added to the weight: 1.0 for weights that begin at 0.
+        residual: like x. With a residual, s = x + residual, rounded once, is normalised, and (y, s) is returned.
         preference: narrows the choice of plans for this call and its backward.
 
     Raises:

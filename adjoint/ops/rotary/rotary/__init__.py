@@ -41,7 +41,7 @@ def _check(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: b
 
 
 def _check_tables(q: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int) -> None:
-    """A row of cos and one of sin for each token of q, as wide as the columns that are rotated, or half as wide."""
+    """Requires a row of cos and one of sin for each token of q, as wide as the rotated columns or half as wide."""
     require_floating(_OP, "cos", cos)
     require_float32_or_like(_OP, "cos", cos, "q", q)
     if cos.device != q.device:
@@ -71,7 +71,7 @@ def _check_tables(q: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int) -> None:
 
 def _check_in_place(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, rotary_dim: int) -> None:
     _check(q, k, cos, sin, interleaved, rotary_dim)
-    if q.is_meta or torch.compiler.is_compiling():  # no addresses to look at
+    if q.is_meta or torch.compiler.is_compiling():  # there are no addresses to check
         return
     tensors = {"q": q, "k": k, "cos": cos, "sin": sin}
     for name in ("q", "k"):
@@ -104,8 +104,8 @@ def _describe(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved
     return Facts((q.dtype, cos.dtype), _layout(q, k, cos, sin), sizes)
 
 
-# The backward knows q and k by their heads and columns alone, as nothing of them is saved; one of the upstream
-# gradients, which may be absent, is always there.
+# The backward gets only the heads and columns of q and k, because q and k are not saved. Either of the two upstream
+# gradients may be absent, but not both.
 
 
 def _describe_backward(drotated_q: Any, drotated_k: Any, cos: Tensor, sin: Tensor, *options: Any) -> Facts:
@@ -189,28 +189,28 @@ def rotary(
 ) -> tuple[Float[Tensor, "batch time heads D"], Float[Tensor, "batch time key_heads D"] | None]:
     """Rotates the first R columns of every head of q and k by the angles of their tokens, in one launch.
 
-    Computed in float32 (float64 for float64) and rounded once; columns from R on are copied. Each token has its row of
-    cos and sin, so that positions, those of packed sequences too, are the caller's.
+    The rotation is computed in float32 (float64 for float64) and rounded once. Columns from R on are copied. Each token
+    has its own row of cos and sin, so the caller chooses the positions, also of packed sequences.
 
     Args:
-        q: queries, any strides: a slice of a packed projection is read where it lies.
-        k: keys, with as many heads as they like; None rotates q alone.
-        cos, sin: [time, width], or [batch, time, width] where the batch may be 1; float32 or of the dtype of q. The
-            width is R, a number for each column, or R/2, one for each pair. They have no gradient: one that requires
-            it is an error.
-        interleaved: pairs are neighbouring columns (2i, 2i + 1); by default column i of the first half of R has its
-            partner in the second half (i, i + R/2). Tables of width R are laid out in the same way.
+        q: queries, any strides: a slice of a packed projection is read in place.
+        k: keys, with any number of heads; None rotates only q.
+        cos, sin: [time, width], or [batch, time, width], where the batch may be 1; float32 or of the dtype of q. The
+            width is R, with a number for each column, or R/2, with a number for each pair. They have no gradient, and
+            it is an error if one requires it.
+        interleaved: whether pairs are neighbouring columns (2i, 2i + 1). By default column i of the first half of R has
+            its partner in the second half (i, i + R/2). Tables of width R have the same layout.
         rotary_dim: R; by default the width of cos. Tables of width R/2 need it.
-        in_place: overwrites the rotated columns of q and k, which are returned, and touches no others. Not
-            differentiable.
+        in_place: whether to overwrite the rotated columns of q and k, which are returned, and no other columns. This is
+            not differentiable.
         preference: narrows the choice of plans for this call and its backward.
 
     Returns:
-        The rotated q and k, contiguous; in place q and k themselves. None in the place of a k that is None.
+        The rotated q and k, contiguous; in place q and k themselves. If k is None, None is returned for it.
 
     Raises:
-        ArgumentError: shapes, dtypes, devices or widths do not fit, cos or sin require a gradient, or an in-place
-            rotation is asked for a gradient or of memory that overlaps.
+        ArgumentError: shapes, dtypes, devices or widths do not fit, cos or sin require a gradient, or q or k of an
+            in-place rotation require a gradient or have memory that overlaps.
         Unsupported: no plan meets the preference.
 
     >>> import torch

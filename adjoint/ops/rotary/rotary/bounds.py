@@ -30,12 +30,12 @@ def rotated_back(
 
 
 def _largest_error(x: Tensor, own: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of the sum of two products, beside columns of x that are copied."""
+    """The largest error of the sum of two products; columns of x that are copied have none."""
     arithmetic = wide_dtype(dtype)
     info = torch.finfo(arithmetic)
     unit, tiny = info.eps / 2, info.smallest_normal * info.eps
     error = (2 * unit + unit * unit) * (own.abs() + other.abs()) + tiny
-    if dtype == torch.float64:  # the reference, which is one in float64 too, rounds as often
+    if dtype == torch.float64:  # the reference is also in float64 and rounds as often
         error = 2 * error
     if dtype != arithmetic:
         error = error + spacing((own + other).abs() + error, dtype) / 2

@@ -26,7 +26,7 @@ def _case(
     lay: Callable[[Tensor], Tensor] = lambda x: x, lay_table: Callable[[Tensor], Tensor] = lambda x: x,
     table_dtype: torch.dtype | None = None,
 ) -> Case:  # fmt: skip
-    """Heads of [batch, time, heads, key heads, D], and tables of numbers that are no angle's: whatever they are."""
+    """A case of heads with sizes [batch, time, heads, key heads, D]. The numbers in its tables belong to no angles."""
     batch, time, heads, key_heads, size = shape
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
@@ -42,7 +42,7 @@ def _case(
 
 
 def _packed(x: Tensor) -> Tensor:
-    """Heads as a slice of a projection that holds others beside them."""
+    """Heads as a slice of a projection that contains other heads as well."""
     return torch.cat((x + 1, x, x - 1), 2)[:, :, x.shape[2] : 2 * x.shape[2]]
 
 
@@ -55,7 +55,7 @@ def _every_other(x: Tensor) -> Tensor:
 
 
 def _cases(rotary_dim: int, size: int) -> tuple[Case, ...]:
-    """Layouts and sizes, for a number of rotated columns and of all."""
+    """Cases of layouts and sizes, for a number of rotated columns and a number of all columns."""
     pairs = rotary_dim // 2
     return (
         _case("tokens", (2, 5, 3, 1, size), lambda b, t: (t, rotary_dim)),
@@ -80,12 +80,12 @@ def _expanded(table: Tensor) -> Tensor:
 
 
 def _cut(tensors: Inputs, part: Callable[[Tensor, int], Tensor]) -> Inputs:
-    """Tokens along axis 1 of heads, and along the last but one of tables."""
+    """Cuts tokens along axis 1 of heads, and along the last axis but one of tables."""
     return each(lambda x: part(x, 1 if x.dim() == 4 else x.dim() - 2), tensors)
 
 
 def _resized(inputs: Inputs, upstream: tuple[Tensor, ...], size: int) -> tuple[Inputs, tuple[Tensor, ...]]:
-    """Another number of tokens."""
+    """The same inputs with another number of tokens."""
 
     def fit(x: Tensor, axis: int) -> Tensor:
         copies = -(-size // max(1, x.shape[axis]))
@@ -140,7 +140,7 @@ def _forward(rotary_dim: int, interleaved: bool) -> Callable[..., tuple[Tensor, 
 
 
 def _backward(rotary_dim: int, interleaved: bool) -> Callable[..., tuple[Tensor, ...]]:
-    """Upstream gradients, then q, k, cos and sin."""
+    """The reference of the gradients, which takes upstream gradients, then q, k, cos and sin."""
 
     def backward(*arguments: Any) -> tuple[Tensor, ...]:
         *upstream, _q, _k, cos, sin = arguments
@@ -153,7 +153,7 @@ Formula = Callable[..., tuple[Tensor, ...]]
 
 
 def _wrong(make: Any, forward: Formula, backward: Formula) -> Callable[..., Answers]:
-    """A mistake as `answers` makes them, of heads alone: tables have no gradients."""
+    """A mistake that `answers` makes, for heads only, because tables have no gradients."""
 
     def answer(upstream: tuple[Tensor, ...], inputs: Inputs) -> Answers:
         *heads, cos, sin = inputs
@@ -176,7 +176,7 @@ def _mistakes(rotary_dim: int, interleaved: bool) -> dict[str, Callable[..., Ans
     right, back = _forward(rotary_dim, interleaved), _backward(rotary_dim, interleaved)
 
     def changed(change: Callable[..., Any]) -> Formula:
-        """The forward, of other tables or another order of them."""
+        """The forward with other tables, or with the tables in another order."""
         return lambda q, k, cos, sin: right(q, k, *change(cos, sin))
 
     def changed_back(change: Callable[..., Any]) -> Formula:
@@ -213,7 +213,7 @@ def _mistakes(rotary_dim: int, interleaved: bool) -> dict[str, Callable[..., Ans
 
 
 def _narrower(function: Formula, rotary_dim: int) -> Formula:
-    """The same, but that the last rotated column is copied."""
+    """The same function, except that the last rotated column is copied."""
 
     def narrower(*arguments: Tensor) -> tuple[Tensor, ...]:
         results = function(*arguments)
@@ -265,7 +265,7 @@ SUBJECTS = (ROTARY, INTERLEAVED, WHOLE)
 
 
 def _arguments(device: torch.device, **others: Any) -> dict[str, Any]:
-    """Tensors of a call that is right, with others in the place of some."""
+    """The tensors of a right call, some of them replaced by others."""
     shapes = {"q": (2, 5, 3, 8), "k": (2, 5, 1, 8), "cos": (5, 6), "sin": (5, 6)}
     arguments = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
     return arguments | {name: x(device) if callable(x) else x for name, x in others.items()}
@@ -359,7 +359,7 @@ def _make(
 
 
 def _torch_rotary(rotary_dim: int, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-    """As users write it."""
+    """The op as users write it in torch."""
     cos, sin = cos[:, None], sin[:, None]
 
     def rotate(x: Tensor) -> Tensor:
@@ -372,7 +372,7 @@ def _torch_rotary(rotary_dim: int, q: Tensor, k: Tensor, cos: Tensor, sin: Tenso
 
 
 def _timed(rotary_dim: int, size: int, **keywords: Any) -> Subject:
-    """The mode that a workload times, in whole heads or a part of them."""
+    """The mode that a workload times, with whole heads or a part of them rotated."""
     return Subject(
         name=f"rotary{'[in place]' * bool(keywords)}",
         function=rotary,
@@ -392,7 +392,7 @@ def _workload(
     tokens: int, heads: int, key_heads: int, size: int, rotary_dim: int, in_place: bool = False,
     table_dtype: torch.dtype = _BF16, **more: Any,
 ) -> Workload:  # fmt: skip
-    """A rotation reads and writes every column, in place the rotated ones; tables are read once."""
+    """A workload. A rotation reads and writes every column, or in place the rotated ones. It reads tables once."""
     subject = _timed(rotary_dim, size, **({"in_place": True} if in_place else {}))
     itemsize = more.get("dtype", _BF16).itemsize
     columns = rotary_dim if in_place else size
@@ -422,7 +422,8 @@ WORKLOADS = (
 
 
 def built_calls() -> Iterator[Call]:
-    """The benchmark's heads, every dtype, whole heads, pairs of both kinds, tables of both widths, in place."""
+    """Calls with the benchmark's heads, every dtype, whole heads, pairs of both kinds, tables of both widths, and in
+    place."""
     for dtype, table in ((_BF16, _BF16), (_F16, _F32), (_F32, _F32), (_F64, _F64)):
         yield _built(dtype, table, 256, 64, 64)
     yield _built(_BF16, _F32, 256, 64, 32)

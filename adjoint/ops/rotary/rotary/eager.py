@@ -6,7 +6,7 @@ from adjoint.core.problem import wide_dtype
 
 
 def rotate(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, interleaved: bool, adjoint: bool) -> None:
-    """Rotates the first columns of x into y, or back, and copies the others; y may be x."""
+    """Rotates the first columns of x into y, or rotates them back, and copies the others. y may be x."""
     wide = wide_dtype(x.dtype)
     first, second = _pairs(x[..., :rotary_dim].to(wide), interleaved)
     (cos_1, cos_2), (sin_1, sin_2) = (_of_pairs(t.to(wide), rotary_dim, interleaved) for t in (cos, sin))
@@ -28,6 +28,6 @@ def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 def _of_pairs(table: Tensor, rotary_dim: int, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """What a table has for the first and the second column of every pair, for all heads."""
+    """The numbers of a table for the first and the second column of every pair, for all heads."""
     table = table.unsqueeze(-2)
     return _pairs(table, interleaved) if table.shape[-1] == rotary_dim else (table, table)

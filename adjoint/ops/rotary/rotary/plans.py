@@ -22,21 +22,21 @@ SPECIAL_VALUES = (
 )
 
 NEED_Q, NEED_K = 1, 2
-"""Bits of the gradients a backward computes."""
+"""The bits of the gradients in the mask of a backward."""
 
 Tensors = tuple[Any, Any, Tensor, Tensor, Any, Any]
-"""q, k, cos, sin and what is written of q and k."""
+"""q, k, cos, sin, and the results for q and k."""
 
 
 class Rotation(NamedTuple):
-    """One operator, as the kernel, plain PyTorch and the bounds see it alike.
+    """One operator, in a form that serves the kernel, plain PyTorch and the bounds.
 
     Attributes:
-        outputs: its names, of what is made of q and of k.
-        tensors: what it reads and writes, from the arguments and outputs of the operator; None for both sides of
-            what is not there or not needed.
+        outputs: the names of the results for q and for k.
+        tensors: gives the tensors that it reads and writes, from the arguments and outputs of the operator. If one is
+            absent or not needed, both the input and its result are None.
         adjoint: whether it rotates back.
-        in_place: whether what is written is what is read.
+        in_place: whether it writes to the tensors that it reads.
     """
 
     outputs: tuple[str, str]
@@ -56,7 +56,7 @@ def _own_tensors(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> Ten
 
 
 def _backward_tensors(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> Tensors:
-    """The gradient of an input whose rotated one nobody used is 0."""
+    """The tensors of a backward. If nobody used a rotated input, the gradient of that input is 0."""
     drotated_q, drotated_k, cos, sin = arguments[:4]
     need = arguments[-1]
     sides = []
@@ -68,12 +68,12 @@ def _backward_tensors(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -
 
 
 def _guarantee(of: Rotation, problem: Problem) -> dict[str, Guarantee]:
-    """The same of kernels and of plain PyTorch: they do the same operations."""
+    """The guarantee, which is the same for kernels and plain PyTorch, because they do the same operations."""
     dtype, (interleaved, rotary_dim) = problem.dtypes[0], problem.options[:2]
     bound = bounds.rotated_back if of.adjoint else bounds.rotated
 
     def error(place: int) -> Derived:
-        """Of what is made of the tensor at a place, before the tables, which are the last two."""
+        """The error of the result for the tensor at a place. The last two tensors are the tables."""
 
         def largest(*tensors: Tensor) -> Tensor:
             *_, cos, sin = tensors

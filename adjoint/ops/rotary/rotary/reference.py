@@ -20,7 +20,7 @@ def partner(x: Tensor, interleaved: bool) -> Tensor:
 
 
 def table_of_columns(table: Tensor, rotary_dim: int, interleaved: bool) -> Tensor:
-    """A number for each of the R columns of each token, [..., time, 1, R], of a table as wide as that or half of it."""
+    """A number for each of the R columns of each token, [..., time, 1, R], from a table of width R or R/2."""
     if table.shape[-1] != rotary_dim:
         table = table.repeat_interleave(2, -1) if interleaved else torch.cat((table, table), -1)
     return table.unsqueeze(-2)

@@ -5,40 +5,43 @@ from dataclasses import dataclass
 import torch
 
 SLACK = 1.02
-"""Products of two errors of float32, or of float64, and what this evaluation rounds itself."""
+"""A factor for products of two errors of float32 or float64, and for the roundings of this evaluation itself."""
 
 NOISE = 2.0**-46
-"""What a reference in float64 may lose of a chunk's terms, where its result for a token is 0, as dk is where β is."""
+"""The share of a chunk's terms that a reference in float64 may lose if its result for a token is 0, as dk is if β is
+0."""
 
 FLUSHED = 2.0**-125
-"""What a number of float32 that underflows may have been."""
+"""What a number of float32 that underflows may have been, a product of a key with its decay too: what multiplies it may
+be large."""
 
 
 TF32_PRODUCT = 3 * 2.0**-20
-"""What a product of float32 numbers, each of them two TF32 numbers that are cut, loses of its terms: 2⁻²⁰ of either
-number, and the product of both second parts."""
+"""The share of its terms that a product of float32 numbers loses if each number is two truncated TF32 numbers: 2⁻²⁰ of
+either number, and the product of both second parts."""
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What a plan rounds, and how.
+    """The roundings of a plan. Losses are relative: shares of a number itself, or of the terms of a product.
 
     Attributes:
         wide: the type of accumulators, gates and states.
-        storage: the 16-bit type of what products take and memory keeps between them; None where that is wide too.
-        cut: whether matrix instructions add, which cut what others round.
-        block: rows of a diagonal block of the chunk's matrix that is inverted by substitution.
-        merge: what a product that merges two inverses loses of its terms.
-        inverse: what T loses of itself on its way to memory, before it is rounded there.
-        short_sums: whether G is one float32 where differences of it are formed.
-        score, new_value: what P and v' lose of themselves before the product that gives the outputs.
-        row_product: what a row loses of itself before the products that dβ and dg take.
-        gradient_product: what a product of the backward loses of its terms.
-        without_W: whether the reverse scan has k̃ dS + Pᵀ do in two parts and multiplies that with T, so that neither W
+        storage: the 16-bit type of the operands of products and of memory between them; None if that type is `wide`.
+        cut: whether matrix instructions add. They truncate where other instructions round.
+        block: the rows of a diagonal block of the chunk's matrix that is inverted by substitution.
+        merge: the loss of a product that merges two inverses.
+        inverse: the loss of T on its way to memory, before it is rounded there.
+        short_sums: whether G is a single float32 where differences of it are computed.
+        score, new_value: the losses of P and v' before the product that gives the outputs.
+        row_product: the loss of a row before the products for dβ and dg.
+        gradient_product: the loss of a product of the backward.
+        without_W: whether the reverse scan has k̃ dS + Pᵀ do in two parts and multiplies that by T, so that neither W
             nor Tᵀ Pᵀ do is rounded.
-        normalized: what q and k lose of themselves where they are normalised; 0 where they are not.
-        segment: tokens of the segments that a long sequence is split into; 0 where none is split.
-        reverse_segment, unsplit_reverse: the same of the reverse scan, and the longest sequence that it does not split.
+        normalized: the loss of q and k if they are normalised; 0 if they are not.
+        segment: the tokens of the segments into which a long sequence is split; 0 if none is split.
+        reverse_segment: the same for the reverse scan.
+        unsplit_reverse: the tokens of the longest sequence that the reverse scan does not split.
     """
 
     wide: torch.dtype
@@ -60,7 +63,7 @@ class Arithmetic:
 
     @property
     def unit(self) -> float:
-        """The unit roundoff of accumulators; twice that of float64, whose reference rounds as much."""
+        """The unit roundoff of accumulators; for float64 twice as much, because its reference rounds as well."""
         return torch.finfo(self.wide).eps / (1 if self.wide == torch.float64 else 2)
 
     @property
@@ -70,26 +73,27 @@ class Arithmetic:
 
     @property
     def tiny(self) -> float:
-        """What rounding to storage may cost where it is no share of a number."""
+        """The error of rounding numbers below the normal range to storage, which is no share of the number."""
         return max(unit_below_normal(self.storage), FLUSHED) if self.storage else FLUSHED
 
     def sum_of(self, terms: int) -> float:
-        """What a sum of so many products, and a few factors, loses of its terms, in any order.
+        """The share of its terms that a sum of `terms` products, with a few factors, loses in any order.
 
-        In the accumulators of matrix instructions up to three products of parts meet, and an addition costs twice.
+        In matrix instructions there are up to three products of parts for each term, and an addition loses twice as
+        much.
         """
         return 2 * (3 * terms + 8) * self.unit if self.cut else (terms + 8) * self.unit
 
     def row(self, size: int) -> float:
-        """What rounding a row of so many numbers to storage may cost in the same way."""
+        """The norm of the error of rounding a row of `size` such numbers to storage."""
         return self.tiny * size**0.5 if self.storage else 0.0
 
 
 def unit_below_normal(dtype: torch.dtype) -> float:
-    """Half the distance of the smallest numbers of a type."""
+    """Half the distance between the smallest numbers of a type."""
     return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
 
 
 def rounding(dtype: torch.dtype, wide: torch.dtype) -> float:
-    """The unit roundoff of a result's type, 0 where it is the accumulator's."""
+    """The unit roundoff of a result's type; 0 if it is that of the accumulator."""
     return 0.0 if dtype == wide else torch.finfo(dtype).eps / 2

@@ -15,7 +15,10 @@ from adjoint.ops.gated_delta.rule.bound.reverse_step import reverse_step
 def backward(
     a: Arithmetic, scale: float, lanes: Lanes, do: Tensor, S: Tensor, dS: Tensor, length: int
 ) -> tuple[list[Gradients], Tensor, Tensor]:
-    """Every chunk, last to first: the gradients of each, in order, that of the initial state, and its error's bound."""
+    """Evaluates every chunk, last to first.
+
+    Returns the gradients of each chunk, in order, the gradient of the initial state, and the bound of its error.
+    """
     left = forward(a, scale, lanes, S, length, gradients=True)
     errors, overflow = left.errors, torch.zeros(len(S), dtype=torch.bool, device=S.device)
     E, shift = Ellipsoids.none(len(S), S.shape[-2], S), S.new_zeros(len(S))
@@ -44,7 +47,7 @@ def backward(
 def _compose_reverse(
     a: Arithmetic, scale: float, lanes: Lanes, chunks: range, dS: Tensor, E: Ellipsoids, B: Tensor, B_error: Ellipsoids
 ) -> Ellipsoids:
-    """The error of M̂ᵀ dŜ + B̂, dŜ = dS + E, of a segment."""
+    """The error of M̂ᵀ dŜ + B̂ of a segment, where dŜ = dS + E."""
     segment = Segment(a, dS)
     for at in chunks:
         segment.advance(lanes.chunk(a, scale, at), None)

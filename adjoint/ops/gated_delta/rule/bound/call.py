@@ -15,7 +15,7 @@ from adjoint.ops.gated_delta.rule.bound.gradients import Gradients
 
 
 def _lanes(x: Tensor, heads: int) -> Tensor:
-    """[rows, T, H, ...] -> [chunks, rows × heads, 64, ...], heads repeated for those that share them."""
+    """[rows, T, H, ...] -> [chunks, rows × heads, 64, ...]; key heads are repeated for their value heads."""
     x = x.repeat_interleave(heads // max(1, x.shape[2]), 2).transpose(1, 2).flatten(0, 1)
     missing = -x.shape[1] % CHUNK
     x = torch.cat([x, x.new_zeros(x.shape[0], missing, *x.shape[2:])], 1)
@@ -36,7 +36,7 @@ class Call:
     normalize: bool
 
     def _inputs(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k as they are multiplied."""
+        """q and k as the products take them: normalised if the call asks for it."""
         if not self.normalize:
             return q, k
         q, k = reference.normalized(q), reference.normalized(k)
@@ -45,7 +45,7 @@ class Call:
         return q, k
 
     def _groups(self, x: Tensor, cu_seqlens: Tensor | None) -> list[tuple[slice, slice, slice]]:
-        """The rows, tokens and numbers of sequences that are evaluated at once."""
+        """The rows, tokens and numbers of the sequences that are evaluated together."""
         if cu_seqlens is None:
             return [(slice(0, len(x)), slice(0, x.shape[1]), slice(0, len(x)))]
         cut = reference.sequences(1, x.shape[1], cu_seqlens)
@@ -138,7 +138,7 @@ class Call:
                     getattr(whole, field).unflatten(2, (key_heads, -1))
                     for field in (name, f"{name}_error", f"{name}_terms")
                 )
-                # Value heads that share a key head may meet in one accumulator, with four products of each.
+                # Value heads that share a key head may add up in one accumulator, with four products each.
                 error = error.sum(3) + a.sum_of(4 * CHUNK * (heads // key_heads)) * terms.sum(3)
                 norm = each.sum(3).norm(dim=-1)
                 if lengths is not None:
@@ -153,13 +153,13 @@ class Call:
 
 
 def _rounded(kind: torch.dtype, wide: torch.dtype, error: Tensor, norm: Tensor, size: int) -> Tensor:
-    """The bound of a result that is rounded to its type; infinite where the error is."""
+    """The bound of a result that is rounded to its type; infinite if the error before is infinite."""
     unit = rounding(kind, wide)
     return SLACK * (error + unit * norm + (unit * error if unit else 0.0)) + _below(kind, size)
 
 
 def _below(kind: torch.dtype, size: int) -> float:
-    """What rounding a row of a type costs below its normal numbers."""
+    """The error of rounding a row of numbers to a type below its normal range."""
     return max(unit_below_normal(kind), FLUSHED) * size**0.5
 
 

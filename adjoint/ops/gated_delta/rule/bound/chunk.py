@@ -8,12 +8,12 @@ from adjoint.ops.gated_delta.rule.bound.arithmetic import FLUSHED, Arithmetic
 
 
 def times(matrix: Tensor, vector: Tensor) -> Tensor:
-    """A matrix and a vector of each lane."""
+    """The product of a matrix and a vector, for each lane."""
     return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
 
 
 def norms_of_sums(start: Tensor, S: Tensor, weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """‖start_t·S + Σ_j weights_tj·left_j right_jᵀ‖_F for every t, from products of the vectors alone."""
+    """‖start_t·S + Σ_j weights_tj·left_j right_jᵀ‖_F for every t, from products of the vectors only."""
     across = ((left @ S) * right).sum(-1)
     grams = (left @ left.mT) * (right @ right.mT)
     squares = start.square() * S.square().sum((-1, -2)).unsqueeze(-1) + 2 * start * times(weights, across)
@@ -23,15 +23,16 @@ def norms_of_sums(start: Tensor, S: Tensor, weights: Tensor, left: Tensor, right
 
 
 class Chunk:
-    """The exact matrices of a chunk in all lanes, and bounds of the error of those that k, q and gates alone give.
+    """The exact matrices of a chunk in all lanes, and bounds of the errors of those that depend only on k, q and gates.
 
     Attributes:
-        over_keys, over_tokens: what sums over K and over the chunk's tokens lose of their terms.
-        decay_error: of D; start_error, end_error: of e^G and e^{Γ−G}, [lanes, 64].
-        T_error: of T before it is rounded.
-        stored_error: of T° as the forward stores it.
-        P_error: of P before it is rounded.
-        largest_score: what P may be as it is computed, with its scale or without.
+        over_keys, over_tokens: the shares of their terms that sums over K and over the chunk's tokens lose.
+        decay_error: the error of D.
+        start_error, end_error: the errors of e^G and e^{Γ−G}, [lanes, 64].
+        T_error: the error of T before it is rounded.
+        stored_error: the error of T° as the forward stores it.
+        P_error: the error of P before it is rounded.
+        largest_score: the largest magnitude of the computed P, with its scale or without.
     """
 
     def __init__(self, arithmetic: Arithmetic, scale: float, q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> None:
@@ -61,13 +62,13 @@ class Chunk:
         self._errors(a, g, A, strict)
 
     def _errors(self, a: Arithmetic, g: Tensor, A: Tensor, strict: Tensor) -> None:
-        # What running sums and exponentials cost. A factor e^x has x rounded, and is 4 units off itself.
+        # The errors of running sums and exponentials. A factor e^x has a rounded x, and its own error is 4 units.
         sums = g.clamp_min(RESET[a.wide]).cumsum(-1)
         apart = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).abs()
         from_start, to_end = sums.abs(), (sums[..., -1:] - sums).abs()
         if a.short_sums:
             apart = apart + (sums.unsqueeze(-1) + sums.unsqueeze(-2)).abs()
-        if a.wide == torch.float64:  # every sum is rounded, and a difference has all sums between its ends
+        if a.wide == torch.float64:  # every sum is rounded, and a difference has the roundings of all sums in between
             steps = torch.arange(sums.shape[-1], device=sums.device)
             apart = apart + (1 + steps[:, None] - steps).clamp_min(0) * sums.unsqueeze(-1).abs() / 4
             from_start = from_start + (1 + steps) * sums.abs() / 4
@@ -84,16 +85,16 @@ class Chunk:
             off = self.T0.to(a.storage).double() - self.T0
             rounded = a.u * self.T0.abs() + (1 + a.u) * self.T_error + a.tiny
             self.stored_error = torch.minimum(rounded, off.abs() + 2 * self.T_error).tril(-1)
-        score_error = self.qk_abs * (self.over_keys * self.D + self.decay_error)
+        score_error = self.qk_abs * (self.over_keys * self.D + self.decay_error) + FLUSHED * (self.D > 0)
         self.P_error = abs(self.scale) * score_error
         self.largest_score = max(1.0, abs(self.scale)) * ((self.qk * self.D).abs() + score_error)
 
 
 def inverse_error(a: Arithmetic, T: Tensor, A: Tensor, A_error: Tensor, sums: float) -> Tensor:
-    """What T has lost when it is computed: diagonal blocks by substitution, larger ones from two smaller ones.
+    """The error of the computed T. Diagonal blocks are inverted by substitution, and larger ones from two smaller ones.
 
-    The inverse of [[X, 0], [Z, Y]] has −Y⁻¹ Z X⁻¹ below the diagonal: the errors of X⁻¹ pass through Y⁻¹ Z, and those
-    of Y⁻¹ through Z X⁻¹. Both are known, so neither passes through a product of magnitudes.
+    The inverse of [[X, 0], [Z, Y]] has −Y⁻¹ Z X⁻¹ below the diagonal. The errors of X⁻¹ pass through Y⁻¹ Z, and those
+    of Y⁻¹ through Z X⁻¹. Both matrices are known exactly, so no error passes through a product of magnitudes.
     """
     size, count = a.block, T.shape[-1]
     T_abs, A_abs = T.abs(), A.abs()

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 KEPT = 16
-"""Ellipsoids of a lane's error: of more, the oldest two become one around their sum."""
+"""The most ellipsoids for a lane's error. If there are more, the two oldest become one around their sum."""
 
 
 class Ellipsoids:
@@ -22,12 +22,13 @@ class Ellipsoids:
 
     @staticmethod
     def around(columns: Tensor, sizes: Tensor) -> "Ellipsoids":
-        """One that contains every Σ_j a_j e_jᵀ with ‖e_j‖ ≤ sizes_j, a_j the columns [lanes, K, j].
+        """An ellipsoid that contains every Σ_j a_j e_jᵀ with ‖e_j‖ ≤ sizes_j, where a_j are the columns [lanes, K, j].
 
         Q = (Σ_j d_j‖a_j‖)·Σ_j d_j/‖a_j‖·a_j a_jᵀ, by Cauchy and Schwarz.
         """
-        lengths = columns.norm(dim=-2).clamp_min(1e-290)
+        lengths = columns.norm(dim=-2)
         factor = ((sizes * lengths).sum(-1, keepdim=True) * sizes / lengths).sqrt()
+        factor = factor.masked_fill(lengths < 1e-150, 0.0)  # so short a column adds nothing, however large its e_j
         scaled = columns * factor.unsqueeze(-2)
         return Ellipsoids((scaled @ scaled.mT).unsqueeze(1))
 
@@ -52,16 +53,16 @@ class Ellipsoids:
         return (traces * (largest + 1e-13)).sqrt().sum(1)
 
     def move(self, M: Tensor) -> "Ellipsoids":
-        """Around M E."""
+        """Ellipsoids around M E."""
         M = M.unsqueeze(1)
         return Ellipsoids(M @ self.Q @ M.mT)
 
     def scale(self, factor: Tensor) -> "Ellipsoids":
-        """Around E X for every X whose norm is at most the factor of its lane."""
+        """Ellipsoids around E X for every X whose norm is at most the factor of its lane."""
         return Ellipsoids(self.Q * factor.square()[:, None, None, None])
 
     def add(self, *others: "Ellipsoids") -> "Ellipsoids":
-        """Around the sums."""
+        """Ellipsoids around the sums."""
         Q = torch.cat([self.Q, *(other.Q for other in others)], 1)
         while Q.shape[1] > KEPT:
             x, y = (Q[:, m].diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(1e-290).sqrt() for m in range(2))

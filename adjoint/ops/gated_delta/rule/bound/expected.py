@@ -13,11 +13,12 @@ from adjoint.ops.gated_delta.rule.bound.chunk import times
 from adjoint.ops.gated_delta.rule.bound.forward import Lanes
 
 VARIANCE = 0.1803
-"""Of a rounding error over u."""
+"""The variance of a rounding error divided by u."""
 
 
 def expected_errors(a: Arithmetic, scale: float, lanes: Lanes, S: Tensor, out: float) -> tuple[list[Tensor], Tensor]:
-    """The root mean square of the norm of every token's output error, [lanes, 64] a chunk, and of the final state's.
+    """The root mean square of the norm of every token's output error, [lanes, 64] for each chunk, and of the final
+    state's error.
 
     Args:
         out: the unit roundoff of the outputs.

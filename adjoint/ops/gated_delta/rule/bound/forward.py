@@ -1,4 +1,4 @@
-"""The scan of the state from chunk to chunk, and the outputs: what is computed in their place is how far off."""
+"""The errors of the scan of the state from chunk to chunk, and those of the outputs."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,16 +15,18 @@ from adjoint.ops.gated_delta.rule.bound.overflow import matrix_may_overflow, may
 
 
 class ForwardStep(NamedTuple):
-    """What the forward of a chunk leaves: exact values, and bounds of what is computed in their place.
+    """The results of a chunk's forward: exact values, and bounds for the computed ones.
 
     Attributes:
-        S: the state the chunk begins with; new_values: v'.
-        state_size, state_rounding: norms of the rows of the state as it is computed, and of what rounding it costs.
-        local_error: of v', all of its error but what comes with the state: the norm of each token's.
-        error: of v'; size: the norm of each token's v' as it is computed.
-        residual_rounding, residual_error: of r, what rounding it costs, and what it lost before.
-        through_T: of the product with T.
-        overflow: whether a number of S, r, v' or P may have no place in storage, [lanes].
+        S: the state at the beginning of the chunk.
+        new_values: v'.
+        state_size, state_rounding: the norms of the rows of the computed state, and of the error of rounding it.
+        local_error: the norm of each token's error of v', without the error that comes with the state.
+        error: the norm of each token's whole error of v'.
+        size: the norm of each token's computed v'.
+        residual_rounding, residual_error: the error of rounding r, and its error before that.
+        through_T: the error of the product with T.
+        overflow: whether a number of S, r, v' or P may overflow in storage, [lanes].
     """
 
     S: Tensor
@@ -43,14 +45,14 @@ class ForwardStep(NamedTuple):
 def forward_step(
     a: Arithmetic, c: Chunk, v: Tensor, S: Tensor, E: Ellipsoids
 ) -> tuple[ForwardStep, Tensor, Ellipsoids]:
-    """A chunk from a state and its error; with the state it ends with, and the error of that."""
+    """Evaluates a chunk from a state and its error. Also gives the state at its end, with its error."""
     row = a.row(v.shape[-1]) + FLUSHED
     s = S.norm(dim=-1) + E.rows()
     dS = a.u * s + a.row(v.shape[-1])
     predicted = times(c.old.abs(), s + dS)
     values = c.beta * v.norm(dim=-1)
     residual_error = (c.over_keys + 8 * a.unit) * predicted + 4 * a.unit * values + row
-    residual_error += c.beta * c.start_error * times(c.k.abs(), s + dS)
+    residual_error += c.beta * c.start_error * times(c.k.abs(), s + dS) + FLUSHED * (s + dS).sum(-1, keepdim=True)
     r = c.beta.unsqueeze(-1) * v - c.old @ S
     new_values = c.T @ r
     rho = r.norm(dim=-1) + E.along(c.old) + times(c.old.abs(), dS) + residual_error
@@ -59,11 +61,11 @@ def forward_step(
     local_error = times(c.T0.abs(), dr) + times(c.T.abs(), residual_error) + through_T
     error = E.along(c.w) + times(c.w.abs(), dS) + local_error
     size = new_values.norm(dim=-1) + error
-    # The next state: every source of error with the columns it reaches the state by.
+    # The next state: every source of error, with the columns through which it reaches the state.
     carried = through_T + (a.u + 4 * a.unit) * size + row
     k_abs = c.k.abs().mT
     sums = c.over_tokens * (c.over.unsqueeze(-1) * s + times(c.kt.abs(), size)) + row * (1 + c.k.abs().sum(-2))
-    sums = sums + c.start_error[..., -1:] * s + times(k_abs, c.end_error * size)
+    sums = sums + c.start_error[..., -1:] * s + times(k_abs, c.end_error * size) + FLUSHED * size.sum(-1, keepdim=True)
     columns = torch.cat([c.kt @ c.w, c.kt @ c.T0, c.kt @ c.T, c.kt, c.eye], -1)
     sizes = torch.cat([dS, dr, residual_error, carried, sums], -1)
     after = c.over[:, None, None] * S + c.kt @ new_values
@@ -91,14 +93,15 @@ def output_bound(a: Arithmetic, c: Chunk, step: ForwardStep, E: Ellipsoids) -> t
 
 
 class ForwardErrors(NamedTuple):
-    """What the gradients of a chunk need of its forward, beside the step.
+    """The results of a chunk's forward that its gradients need besides the step.
 
     Attributes:
         state_error: a bound of ‖E‖_F.
-        key_error: of (S decayed to a token)ᵀ k, for every token.
-        stored: of v' as memory has it, all of its error but what comes with the state.
-        difference: v − S_tᵀk, S_t the state decayed to token t; residual, S_norm: the norms of both.
-        shift, shift_after: how far rounding normalised keys moves S_t, and the state after the token.
+        key_error: the error of (S decayed to a token)ᵀ k, for every token.
+        stored: the error of v' in memory, without the error that comes with the state.
+        difference: v − S_tᵀk, where S_t is the state decayed to token t.
+        residual, S_norm: the norms of `difference` and of S_t.
+        shift, shift_after: how far the rounding of normalised keys moves S_t, and the state after the token.
     """
 
     step: ForwardStep
@@ -130,7 +133,7 @@ class Lanes(NamedTuple):
 
 
 class Segment:
-    """What a segment makes of any state, M S + B, with the errors of M and B; from the identity, and from 0."""
+    """The map of a segment from a state S to M S + B, with the errors of M and B. They begin as the identity and 0."""
 
     def __init__(self, a: Arithmetic, S: Tensor) -> None:
         """Args: S: a state, for its size."""
@@ -141,7 +144,7 @@ class Segment:
         self.overflow = torch.zeros(lanes, dtype=torch.bool, device=S.device)
 
     def advance(self, c: Chunk, v: Tensor | None) -> None:
-        """Past a chunk; M alone without values."""
+        """Advances by a chunk; without values only M."""
         nothing = c.k.new_zeros(c.k.shape)
         _, self.M, self.M_error = forward_step(self.a, c, nothing, self.M, self.M_error)
         if v is not None:
@@ -149,7 +152,7 @@ class Segment:
             self.overflow = self.overflow | step.overflow
 
     def compose(self, S: Tensor, E: Ellipsoids) -> Ellipsoids:
-        """The error of M̂ Ŝ + B̂, Ŝ = S + E: M E, the error of M times Ŝ, that of B, and of the product itself."""
+        """The error of M̂ Ŝ + B̂, where Ŝ = S + E: M E, the error of M times Ŝ, and those of B and of the product."""
         size = Ellipsoids((S @ S.mT).unsqueeze(1)).norm() + E.norm()
         s = S.norm(dim=-1) + E.rows()
         product = times(self.M.abs(), s) + self.M_error.rows() * s.norm(dim=-1, keepdim=True)
@@ -164,11 +167,11 @@ class Forward:
     """The bounds of a forward over all chunks: outputs, the final state, and states between segments.
 
     Attributes:
-        out, out_error: norms of the exact outputs, and of their error before they are rounded, [chunks, lanes, 64].
+        out, out_error: the norms of the exact outputs, and of their error before rounding, [chunks, lanes, 64].
         S, error: the final state, and a bound of its error.
-        errors: what gradients need of each chunk, where there are to be any.
+        errors: the results that the gradients of each chunk need, if there are to be any.
         states: bounds of the error of the state at the start of each segment but the first.
-        overflow: whether a chunk, or one before, may have rounded to storage what has no place there, [chunks, lanes].
+        overflow: whether numbers of a chunk, or of an earlier one, may have overflowed in storage, [chunks, lanes].
     """
 
     out: list[Tensor] = field(default_factory=list)
@@ -181,9 +184,9 @@ class Forward:
 
 
 def forward(a: Arithmetic, scale: float, lanes: Lanes, S: Tensor, length: int, gradients: bool) -> Forward:
-    """Every chunk of a sequence of so many tokens, first to last."""
+    """Evaluates every chunk of a sequence of `length` tokens, first to last."""
     result, E = Forward(), Ellipsoids.none(len(S), S.shape[-2], S)
-    shift = S.new_zeros(len(S))  # by the rounding of normalised keys
+    shift = S.new_zeros(len(S))  # the shift by the rounding of normalised keys
     every = a.segment // CHUNK if a.segment and length > a.segment else 0
     segment, start = None, (S, E)
     overflow = torch.zeros(len(S), dtype=torch.bool, device=S.device)
@@ -218,8 +221,11 @@ def forward(a: Arithmetic, scale: float, lanes: Lanes, S: Tensor, length: int, g
 def _forward_errors(
     a: Arithmetic, c: Chunk, v: Tensor, step: ForwardStep, E: Ellipsoids, shift: Tensor
 ) -> ForwardErrors:
-    """What gradients need, and what normalised keys cost: ‖δk‖ ≤ ρ‖k‖ adds β (δk rᵀ − k (S_tᵀ δk)ᵀ) to the state, where
-    r = v − S_tᵀk, and the rule with the keys that were rounded passes no more of it on than it was."""
+    """The results that gradients need, with the errors of normalised keys.
+
+    An error ‖δk‖ ≤ ρ‖k‖ of a key adds β (δk rᵀ − k (S_tᵀ δk)ᵀ) to the state, where r = v − S_tᵀk. The rule with the
+    rounded keys does not amplify it.
+    """
     stored = step.local_error + a.u * step.size + a.row(v.shape[-1])
     strict = c.D.tril(-1)
     grams = c.kk * strict

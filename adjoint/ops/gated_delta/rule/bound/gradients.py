@@ -22,9 +22,9 @@ from adjoint.ops.gated_delta.rule.bound.reverse_step import ReverseStep
 
 
 class Gradients(NamedTuple):
-    """Exact gradients of a chunk (of dv the norms), and bounds of their errors before they are rounded.
+    """The exact gradients of a chunk (for dv their norms), and bounds of their errors before they are rounded.
 
-    `dq_terms` and `dk_terms` are the norms of what dq and dk add up, without its signs.
+    `dq_terms` and `dk_terms` are the norms of the sums in dq and dk with the magnitudes of their terms.
     """
 
     dq: Tensor
@@ -47,11 +47,11 @@ def outer(left: Tensor, right: Tensor) -> Tensor:
 
 
 class TokenGradients:
-    """The errors of a chunk's gradients, from what the forward and the reverse scan (`back`) left.
+    """The errors of a chunk's gradients, from the results of the forward and of the reverse scan (`back`).
 
     Args:
         dS_error: a bound of the error of dS.
-        shift: how far normalised q and k that are rounded move dS, a number a lane.
+        shift: how far the rounding of normalised q and k moves dS, one number for each lane.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class TokenGradients:
         self.S, self.dS, self.new, self.Y = step.S, back.dS, step.new_values, back.Y
         self.strict = c.D.tril(-1)
         row = a.row(v.shape[-1])
-        # What memory has of v' and Y: sizes and errors, and the errors without what comes with a state.
+        # v' and Y in memory: their sizes and errors, and the errors without those that come with a state.
         stored_Y = back.local_error + a.u * back.size + row
         self.Y_error, self.new_error = back.error + a.u * back.size + row, step.error + a.u * step.size + row
         self.Y_norm, self.new_norm, self.upstream = (x.norm(dim=-1) for x in (self.Y, self.new, do))
         self.Y_size, self.new_size = self.Y_norm + self.Y_error, self.new_norm + self.new_error
         self.all_Y, self.all_new = (x.sum(-1, keepdim=True) for x in (self.Y_size, self.new_size))
         self.S_rows, self.dS_rows = step.state_size + step.state_rounding, back.dS_size + back.dS_rounding
-        # S_t and dS_t, before and after what the token itself does to them.
+        # S_t and dS_t, before and after the token's own update.
         from_start = c.start * (forward.state_error + step.state_rounding.norm(dim=-1)).unsqueeze(-1)
         self.S_error = from_start + times(self.strict, c.k_norm * forward.stored)
         self.S_after_error = from_start + times(c.D, c.k_norm * forward.stored)
@@ -84,7 +84,7 @@ class TokenGradients:
         self._shift(shift)
 
     def _round_matrices(self) -> None:
-        """M and E = −β N: their terms, and what is lost of them before dq and dk multiply them."""
+        """Rounds M and E = −β N: their terms, and their errors before the products for dq and dk."""
         a, c = self.a, self.c
         sums = a.sum_of(self.v.shape[-1]) + c.over_keys + c.over_tokens + 8 * a.unit
         self.products = sums + 3 * a.gradient_product
@@ -97,12 +97,12 @@ class TokenGradients:
         share, tiny = self.products + self.decays, 2 * a.tiny * bool(a.storage)
         self.lost_M = (a.u * abs(c.scale) * D * M + share * self.M_terms + tiny).tril()
         self.lost_E = (c.beta.unsqueeze(-1) * (a.u * D * N + share * self.N_terms) + tiny).tril(-1)
-        self.row_tiny = a.tiny * bool(a.row_product)  # what rounding a number of a row may cost below normal numbers
+        self.row_tiny = a.tiny * bool(a.row_product)  # the error of rounding a number of a row below the normal range
         self.largest_M = (abs(c.scale) * D * M + share * self.M_terms).tril()
         self.largest_E = (c.beta.unsqueeze(-1) * (D * N + share * self.N_terms)).tril(-1)
 
     def lost(self, forward_overflow: Tensor, reverse_overflow: Tensor) -> Lost:
-        """What numbers without a place in storage may reach: in M, E and the rows of this chunk, or in either scan."""
+        """The gradients that overflows in storage may reach: overflows in M, E and rows of this chunk, or in a scan."""
         a, c = self.a, self.c
         M, E = may_overflow(a, self.largest_M), may_overflow(a, self.largest_E)
         of_scans = (forward_overflow | reverse_overflow).unsqueeze(-1).expand_as(c.beta)
@@ -119,7 +119,7 @@ class TokenGradients:
         return Lost(dq, dk, reverse_overflow.unsqueeze(-1).expand_as(c.beta), dg, dbeta)
 
     def _shift(self, shift: Tensor) -> None:
-        """What normalised q and k cost dS_t, Y and v − S_tᵀk; and the dS of the chunk before."""
+        """The errors that normalised q and k add to dS_t, Y and v − S_tᵀk, and to the dS of the previous chunk."""
         c, share, S_norm = self.c, self.a.normalized, self.forward.S_norm
         source = c.beta * share * c.k_norm * ((1 + share) * self.Y_norm + self.dS_after)
         from_q = abs(c.scale) * share * c.q_norm * self.upstream
@@ -166,11 +166,11 @@ class TokenGradients:
         return error + shift + NOISE * self.all_Y * (forward.residual + self.all_new)
 
     def dg_error(self) -> Tensor:
-        """⟨S_t, dS_t − β k Yᵀ⟩, computed as sums of what was multiplied with a decay that token t is part of."""
+        """The error of ⟨S_t, dS_t − β k Yᵀ⟩, computed as sums of the products with a decay that contains token t."""
         a, c, forward = self.a, self.c, self.forward
         error = self.S_error * self.dS_before + (forward.S_norm + self.S_error) * self.dS_before_error
         error = error + self.dS_before_shift * (forward.S_norm + forward.shift) + self.dS_before * forward.shift
-        # Kernels for Hopper add rows and columns of all pairs of tokens, and those that no decay passes cancel.
+        # Kernels for Hopper add rows and columns of all pairs of tokens, and pairs without the decay cancel.
         pairs = self.M_terms * c.qk_abs + c.beta.unsqueeze(-1) * self.N_terms * c.kk_abs
         pairs = ((self.products + self.decays + a.u**2) * pairs + self.row_tiny).tril(-1)
         error = error + 2 * pairs.sum((-1, -2)).unsqueeze(-1)
@@ -189,7 +189,7 @@ class TokenGradients:
         return error + lost * (self.S_rows * self.dS_rows).sum(-1, keepdim=True)
 
     def _rows_of_Y_S(self) -> Tensor:
-        """|Ŝ Ŷ_t|, number by number."""
+        """The magnitudes |Ŝ Ŷ_t|, number by number."""
         rows = (self.Y @ self.S.mT).abs() + outer(self.Y_error, self.S_rows)
         return rows + outer(self.Y_norm, self.S_rows - self.S.norm(dim=-1))
 
@@ -215,7 +215,11 @@ class TokenGradients:
     # ------------------------------------------------------------------------------------------- values
 
     def all(self, forward_overflow: Tensor, reverse_overflow: Tensor) -> Gradients:
-        """Args: whether what the forward and the reverse scan rounded, up to this chunk, may have overflowed."""
+        """All gradients with their bounds.
+
+        Args:
+            forward_overflow, reverse_overflow: whether numbers of the scans, up to this chunk, may have overflowed.
+        """
         c, S, dS, new, Y, do = self.c, self.S, self.dS, self.new, self.Y, self.do
         M = c.scale * (do @ new.mT) * c.D
         E = -c.beta.unsqueeze(-1) * (Y @ new.mT) * self.strict

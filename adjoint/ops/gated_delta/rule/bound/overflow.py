@@ -1,7 +1,7 @@
-"""Where a 16-bit type has no number for what a kernel rounds to it: there nothing is promised, and bounds are infinite.
+"""Overflows of numbers that kernels round to a 16-bit type. There nothing is promised, and bounds are infinite.
 
-float16 ends at 65504, and what is rounded may be larger than results are: E, the products of Y and v' for dk, has terms
-that cancel. What counts is the exact number with the bound of its error, so that a number below is never infinite.
+float16 ends at 65504, and intermediate numbers may be larger than results: E, the products of Y and v' for dk, has
+terms that cancel. The test adds the bound of the error to the exact number, so a number that passes is never infinite.
 """
 
 from typing import NamedTuple
@@ -19,13 +19,13 @@ def may_overflow(a: Arithmetic, magnitude: Tensor) -> Tensor:
 
 
 def matrix_may_overflow(a: Arithmetic, x: Tensor, row_sizes: Tensor) -> Tensor:
-    """Whether one of a lane's rows may, where `row_sizes` are at least their norms with those of their errors."""
+    """Whether one of a lane's rows may overflow. `row_sizes` bound the norms of the rows and of their errors."""
     errors = row_sizes - x.norm(dim=-1)
     return may_overflow(a, x.abs().amax(-1) + errors.clamp_min(0)).any(-1)
 
 
 class Lost(NamedTuple):
-    """The gradients of a chunk's tokens, [lanes, 64], that a number without a place in storage may reach."""
+    """Masks, [lanes, 64], of a chunk's tokens whose gradients an overflow in storage may reach."""
 
     dq: Tensor
     dk: Tensor

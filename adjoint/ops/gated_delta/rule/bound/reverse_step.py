@@ -1,4 +1,4 @@
-"""One chunk of the reverse scan of the state's gradient: what is computed in its place is how far off."""
+"""The errors of one chunk of the reverse scan of the state's gradient."""
 
 from typing import NamedTuple
 
@@ -12,15 +12,15 @@ from adjoint.ops.gated_delta.rule.bound.overflow import matrix_may_overflow, may
 
 
 class ReverseStep(NamedTuple):
-    """What the reverse scan of a chunk leaves: exact values, and bounds of what is computed in their place.
+    """The results of a chunk's reverse scan: exact values, and bounds for the computed ones.
 
     Attributes:
-        dS: the gradient of the state the chunk ends with.
-        dS_size, dS_rounding: norms of the rows of it as it is computed, and of what rounding it once costs.
+        dS: the gradient of the state at the end of the chunk.
+        dS_size, dS_rounding: the norms of the rows of the computed dS, and of the error of rounding it once.
         Y: the adjoint of β ⊙ (v − Sᵀk).
-        local_error, error, size: of Y, as of v' in `ForwardStep`, before it is rounded.
-        overflow: whether a number of dS, Y, P, scale·e^G do, and of R or of P T and Tᵀ Pᵀ do, may have no place in
-            storage, [lanes].
+        local_error, error, size: those of Y before it is rounded, as those of v' in `ForwardStep`.
+        overflow: whether a number of dS, Y, P, scale·e^G do, and of R or of P T and Tᵀ Pᵀ do, may overflow in storage,
+            [lanes].
     """
 
     dS: Tensor
@@ -36,12 +36,12 @@ class ReverseStep(NamedTuple):
 def reverse_step(
     a: Arithmetic, c: Chunk, do: Tensor, dS: Tensor, E: Ellipsoids
 ) -> tuple[ReverseStep, Tensor, Ellipsoids]:
-    """A chunk from the gradient of the state it ends with, and its error; with that of the state it begins with.
+    """Evaluates a chunk from the gradient of the state at its end, with its error. Also gives those at its beginning.
 
-    Y is Tᵀ R, R = k̃ dS + Pᵀ do, or W dS + Tᵀ Pᵀ do.
+    Y is Tᵀ R with R = k̃ dS + Pᵀ do, or W dS + Tᵀ Pᵀ do.
     """
     row, tiny = a.row(do.shape[-1]) + FLUSHED, 2 * a.tiny * bool(a.storage)
-    two = a.u**2  # what two parts leave of a number
+    two = a.u**2  # the share of a number that two parts lose
     keys, tokens = c.over_keys + a.gradient_product, c.over_tokens + a.gradient_product
     T_abs, P_abs, kt_abs, upstream = c.T.abs(), c.P.abs(), c.kt.abs(), do.norm(dim=-1)
     s = dS.norm(dim=-1) + E.rows()
@@ -51,7 +51,7 @@ def reverse_step(
         R = c.kt.mT @ dS + of_scores
         P_error = (two + tokens) * P_abs + c.P_error + tiny
         R_error = times(P_error.mT, upstream) + (two + keys) * times(kt_abs.mT, s)
-        R_error = R_error + c.end_error * times(c.k.abs(), s) + row
+        R_error = R_error + c.end_error * times(c.k.abs(), s) + row + FLUSHED * s.sum(-1, keepdim=True)
         R_size = R.norm(dim=-1) + E.along(c.kt.mT) + R_error
         Y = c.T.mT @ R
         local_error = times(T_error.mT, R_size) + times(T_abs.mT, R_error + row) + row
@@ -60,7 +60,7 @@ def reverse_step(
         local = c.T.mT @ of_scores
         Y = c.W @ dS + local
         W_error = T_error.mT @ kt_abs.mT + T_abs.mT @ (c.end_error.unsqueeze(-1) * c.k.abs())
-        W_error = a.u * c.W.abs() + (1 + a.u) * W_error + a.tiny
+        W_error = a.u * c.W.abs() + (1 + a.u) * W_error + a.tiny + FLUSHED
         P_error = (3 * two + tokens) * P_abs + c.P_error + tiny
         slip = times(T_error.mT, times(P_abs.mT, upstream)) + times(T_abs.mT, times(P_error.mT, upstream))
         local_error = a.u * local.norm(dim=-1) + (1 + a.u) * slip + row
@@ -75,7 +75,7 @@ def reverse_step(
     sums = sums + (two + tokens + 8 * a.unit) * times(c.far.abs().mT, upstream)
     sums = sums + times(c.k.abs().mT, c.beta * c.start_error * size)
     sums = sums + abs(c.scale) * times(c.q.abs().mT, c.start_error * upstream)
-    sums = sums + row * (1 + c.k.abs().sum(-2) + c.q.abs().sum(-2))
+    sums = sums + row * (1 + c.k.abs().sum(-2) + c.q.abs().sum(-2)) + FLUSHED * (size + upstream).sum(-1, keepdim=True)
     columns = torch.cat([c.old.mT, c.eye], -1)
     sizes = torch.cat([local_error + (a.u + 8 * a.unit) * size + row, sums], -1)
     overflow = overflow | matrix_may_overflow(a, dS, s) | matrix_may_overflow(a, Y, size)

@@ -1,9 +1,9 @@
 """Gradients beside the reverse scan of a long sequence, for Hopper.
 
-The reverse scan of one sequence leaves most of a card idle, and the state scan beside it ends before. So its last
-chunks are scanned first, beside the state scan, and the rest beside gradients of chunks that both have passed. The
-rest begins with the gradient of the state that the last chunks begin with, in float32: the very number that one scan
-would have. A chunk has the same gradients in every launch, so sizes change no bit.
+The reverse scan of one sequence leaves most of a GPU idle, and the state scan beside it ends earlier. So the last
+chunks of the sequence are scanned first, beside the state scan. The rest is scanned beside the gradients of chunks that
+both scans have passed. The rest begins with the gradient, in float32, of the state at the beginning of the last chunks,
+which is the same number as in a single scan. A chunk has the same gradients in every launch, so sizes change no bit.
 """
 
 from collections.abc import Callable
@@ -22,31 +22,32 @@ from adjoint.ops.gated_delta.rule.shape import Shape
 from adjoint.ops.gated_delta.rule.triton.reverse_scan import ReverseScan, Upstream
 
 REVERSE, STATES, GRADIENTS = 2.43, 2.65, 7.43
-"""Microseconds that a chunk takes of a multiprocessor of an H200 at K = V = 128: in a program of the reverse scan, and
-of a value head in the state scan and in the gradients."""
+"""The microseconds of a multiprocessor of an H200 for a chunk at K = V = 128: in a program of the reverse scan, and for
+a value head in the state scan and in the gradients."""
 
 LEAST = 20.0
-"""Microseconds that must be gained: two launches more, and what waits for them, take some ten."""
+"""The least gain in microseconds. Two further launches, and the wait for them, take about ten."""
 
 
 class Sizes(NamedTuple):
-    """Chunks at the end of a sequence: those that are scanned first, and those whose gradients are computed beside the
-    scan of the rest; 0 where all are scanned in one launch."""
+    """Numbers of chunks at the end of a sequence: those that are scanned first, and those whose gradients are computed
+    beside the scan of the others. Both are 0 if all chunks are scanned in one launch."""
 
     scanned: int
     beside: int
 
 
 def sizes_of(shape: Shape, multiprocessors: int) -> Sizes:
-    """The sizes for one sequence of n chunks, on a GPU of so many multiprocessors.
+    """The sizes for one sequence on a GPU with this many multiprocessors.
 
         reverse scan             on the multiprocessors it leaves idle
         the last `scanned`       the state scan
         the rest                 gradients of the last `beside`, and on all of them, after both, those of the rest
 
-    `scanned` are those passed when the state scan ends, or more, where all of their gradients would be there before the
-    scan of the rest ends. Programs take rounds to share out segments and items; of the whole rounds of gradients that
-    end just before the scan and just after it, those that take less.
+    `scanned` is the number of chunks that the reverse scan has passed when the state scan ends. It is more if all of
+    their gradients would be done before the scan of the rest ends. Programs process segments and items in rounds.
+    `beside` is the whole number of rounds of gradients that ends just before the scan of the rest or just after it,
+    whichever takes less time.
     """
     chunks, idle = shape.chunks, multiprocessors - programs_of(shape)
     if idle <= 0:
@@ -67,8 +68,11 @@ def sizes_of(shape: Shape, multiprocessors: int) -> Sizes:
 
 
 def bind_gradients_beside(setup: Setup, shape: Shape, reverse_scan: ReverseScan) -> Callable[..., None]:
-    """Both scans and the gradients of one sequence: `launch(memory, upstream, dinitial_state, scan_states,
-    compute_gradients)`; the last two launch what they say, `compute_gradients(part, others)` that of a part."""
+    """Binds both scans and the gradients of one sequence.
+
+    The result is `launch(memory, upstream, dinitial_state, scan_states, compute_gradients)`. The last two arguments are
+    functions that launch the state scan and, as `compute_gradients(part, others)`, the gradients of a part.
+    """
     setup.scratch(dmiddle_state=(torch.float32, shape.heads * shape.K * shape.V))
     device, all_chunks = setup.device, Part(0, shape.chunks)
 

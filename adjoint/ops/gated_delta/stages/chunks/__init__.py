@@ -34,10 +34,10 @@ def _stage(
     flops: Flops = no_products,
     flops_backward: Flops = no_products,
 ) -> Op:
-    """A stage that takes `cu_seqlens` after its inputs, and has one plan.
+    """Declares a stage that takes `cu_seqlens` after its inputs, and has one plan.
 
-    Its operations are those of products of whole chunks, not of their lower halves; q and k of a key head are
-    multiplied once for all of its value heads.
+    Its counted operations are those of products of whole chunks, not only of their lower halves. q and k of a key head
+    are multiplied once for all of its value heads.
     """
 
     def describe(*arguments: Any) -> Facts:
@@ -64,7 +64,7 @@ def _stage(
 
 
 def _require_gate(op: str, name: str, gate: Tensor, shape: tuple[int, ...], like_name: str, like: Tensor) -> None:
-    """[B, T, H] in float32, float64 beside float64."""
+    """Requires a gate [B, T, H] in float32, or in float64 beside float64."""
     dtypes = (wide_dtype(like.dtype),)
     metadata.require_beside(op, name, gate, shape, "[batch, time, value heads]", dtypes, like, like_name)
 
@@ -97,8 +97,9 @@ def cumulative_decay(
 ) -> Float[Tensor, "batch time value_heads"]:
     """G, the running sum of g within each chunk, in float32 (float64 for float64).
 
-    A g below −104 (−746 for float64), −inf included, counts as that: e^g is 0 either way, the state is reset, and G
-    stays finite, as the other stages need it: they take differences of it. Its gradient is 0.
+    A g below −104 (−746 for float64), including −inf, counts as −104 (−746). e^g is 0 either way, and the state is
+    reset. But G stays finite, which the other stages need because they take differences of it. The gradient of such a g
+    is 0.
 
     >>> import torch
     >>> cumulative_decay(torch.full((1, 5, 1), -1.0), 2).flatten()
@@ -123,12 +124,13 @@ def _check_gram(k: Tensor, beta: Tensor, G: Tensor, cu_seqlens: Tensor | None, c
 
 
 def _flops_gram(k: Tensor, beta: Tensor, G: Tensor, cu_seqlens: Tensor | None, chunk: int) -> int:
-    """k kᵀ"""
+    """The operations of k kᵀ."""
     return 2 * k.numel() * chunk
 
 
 def _flops_gram_backward(dA: Tensor, *arguments: Any) -> int:
-    """dk = (E + Eᵀ) k, with E summed over the value heads first; dβ and dG have k kᵀ from the forward."""
+    """The operations of dk = (E + Eᵀ) k, with E summed over the value heads first. dβ and dG use k kᵀ, which counts in
+    the forward."""
     *inputs, need = arguments
     return _flops_gram(*inputs) if need & 1 else 0
 
@@ -178,7 +180,7 @@ def _check_solve(A: Tensor, cu_seqlens: Tensor | None) -> None:
 
 
 def _flops_solve_backward(dT: Tensor, A: Tensor, cu_seqlens: Tensor | None) -> int:
-    """Tᵀ dT Tᵀ. The forward counts nothing, as torch counts nothing for triangular systems."""
+    """The operations of Tᵀ dT Tᵀ. The forward counts nothing, because torch counts nothing for triangular systems."""
     return 2 * 2 * A.numel() * A.shape[3]
 
 
@@ -200,7 +202,7 @@ def solve(
     cu_seqlens: Bounds = None,
     preference: Preference | None = None,
 ) -> Float[Tensor, "batch time value_heads chunk"]:
-    """T = (I + A)⁻¹ of each chunk, A in float32 or float64; what stands on its diagonal and above is not read.
+    """T = (I + A)⁻¹ of each chunk, for A in float32 or float64. Only elements of A below the diagonal are read.
 
     >>> import torch
     >>> solve(torch.tensor([[0.0, 0.0], [0.5, 0.0]]).view(1, 2, 1, 2))[0, :, 0]
@@ -241,12 +243,12 @@ def _allocate_carry(
 
 
 def _flops_carry(k: Tensor, w: Tensor, u: Tensor, *rest: Any) -> int:
-    """w S and kᵀ v'"""
+    """The operations of w S and kᵀ v'."""
     return 2 * 2 * w.numel() * u.shape[3]
 
 
 def _flops_carry_backward(dvalues: Any, dstates: Any, dfinal: Any, k: Tensor, w: Tensor, u: Tensor, *rest: Any) -> int:
-    """k dS⁺ and wᵀ dv', which all gradients need; dv' Sᵀ for dw, v' dS⁺ᵀ for dk."""
+    """The operations of k dS⁺ and wᵀ dv', which all gradients need, of dv' Sᵀ for dw, and of v' dS⁺ᵀ for dk."""
     need = rest[-1]
     products = 2 * bool(need) + (need & 1) + (need >> 1 & 1)
     return 2 * products * w.numel() * u.shape[3]
@@ -275,10 +277,11 @@ def carry(
     cu_seqlens: Bounds = None,
     preference: Preference | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What is new in the values, v'; the state each chunk begins with; and the final states.
+    """The new part of the values, v'; the state at the beginning of each chunk; and the final states.
 
-    The states lie in `[⌊B·T / chunk⌋ + N, H, K, V]`: those of sequence n, which begins at token s of all, from place
-    ⌊s / chunk⌋ + n on, so that the size depends on no value; places in between are 0. `output` reads them there.
+    The states are in a tensor `[⌊B·T / chunk⌋ + N, H, K, V]`, whose size depends on no value. Those of sequence n,
+    which begins at token s of all tokens, begin at place ⌊s / chunk⌋ + n. Places in between are 0. `output` reads them
+    there.
 
     >>> import torch
     >>> k = w = torch.ones(1, 2, 1, 1)
@@ -305,13 +308,14 @@ def _check_output(*arguments: Any) -> None:
 
 
 def _flops_output(q: Tensor, k: Tensor, values: Tensor, *rest: Any) -> int:
-    """q S, q kᵀ, and its product with v'"""
+    """The operations of q S, of q kᵀ, and of its product with v'."""
     *_, chunk, _scale = rest
     return 2 * (q.numel() * chunk + values.numel() * (q.shape[3] + chunk))
 
 
 def _flops_output_backward(do: Tensor, q: Tensor, k: Tensor, values: Tensor, *rest: Any) -> int:
-    """M k and Mᵀ q, by key head; do Sᵀ for dq and dG, do v'ᵀ for M, and one product each for dv' and dS."""
+    """The operations of M k and Mᵀ q by key head, of do Sᵀ for dq and dG, of do v'ᵀ for M, and of one product each for
+    dv' and dS."""
     *_, chunk, _scale, need = rest
     need_q, need_k, need_values, need_states, need_G = (need >> bit & 1 for bit in range(5))
     of_states = (need_q | need_G) + need_states
@@ -345,7 +349,7 @@ def output(
     cu_seqlens: Bounds = None,
     preference: Preference | None = None,
 ) -> Float[Tensor, "batch time value_heads V"]:
-    """The outputs, from v' and the states that `carry` gives; scale is 1/sqrt(K) by default.
+    """The outputs, from v' and the states from `carry`. The scale is 1/sqrt(K) by default.
 
     >>> import torch
     >>> q = k = torch.ones(1, 2, 1, 1)

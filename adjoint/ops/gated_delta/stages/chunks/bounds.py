@@ -21,20 +21,20 @@ from adjoint.ops.gated_delta.stages.chunks.carry_bound import CarryBound
 from adjoint.ops.gated_delta.stages.in_chunks import Chunks
 
 SUBSTITUTED = 16
-"""Rows of a diagonal block that is inverted by substitution."""
+"""The number of rows of a diagonal block that is inverted by substitution."""
 
 FORMULA = "what its operations round, carried on to the result: docs/gated-delta-error.md"
 
 Results = dict[str, Tensor]
-"""Bounds by the names of results."""
+"""Bounds by the names of the results."""
 
 
 def derived(stage: Callable[..., Results], axes: dict[str, int] | None = None) -> Callable[..., Derived]:
-    """What is promised of a result: `stage(problem, kinds, *inputs)` gives the bounds of all."""
+    """Makes the error statement of a result. `stage(problem, kinds, *inputs)` gives the bounds of all results."""
 
     def of(problem: Problem, name: str, kinds: dict[str, torch.dtype]) -> Derived:
         def bound(*inputs: Any) -> Tensor:
-            if inputs[-1] is not None and inputs[-1].is_floating_point():  # cu_seqlens, which come last, are not given
+            if inputs[-1] is not None and inputs[-1].is_floating_point():  # cu_seqlens, the last input, is absent
                 inputs = (*inputs, None)
             return stage(problem, kinds, *inputs)[name]
 
@@ -48,7 +48,7 @@ def _chunk(problem: Problem) -> int:
 
 
 class _Stage:
-    """Inputs of a stage by chunks, as numbers that carry errors."""
+    """The inputs of a stage by chunks, as numbers with errors."""
 
     def __init__(self, problem: Problem, like: Tensor, cu_seqlens: Tensor | None, chunk: int) -> None:
         self.wide = wide_dtype(problem.dtypes[0])
@@ -59,13 +59,13 @@ class _Stage:
         return Running(self.arithmetic, self.chunks.gather(x, torch.float64, repeat))
 
     def decays(self, G: Running, diagonal: int) -> Running:
-        """D, of G that is exact."""
+        """D, from an exact G."""
         apart = G.map(lambda x: x.unsqueeze(-1)) - G.map(lambda x: x.unsqueeze(-2))
         is_there = self.chunks.decays(torch.zeros_like(G.exact), diagonal) > 0
         return apart.map(lambda x: torch.where(is_there, x, 0.0)).exp().map(lambda x: torch.where(is_there, x, 0.0))
 
     def result(self, x: Running, kind: torch.dtype, repeat: int = 1) -> Tensor:
-        """The bound of what tokens have, summed over heads that were repeated."""
+        """The bound of a result of tokens, summed over repeated heads."""
         if repeat > 1:
             x = x.map(lambda y: y.unflatten(1, (-1, repeat))).sum(2)
         return self.chunks.tokens(x.stored(self.wide, kind))
@@ -147,7 +147,7 @@ def output(problem: Problem, kinds: dict[str, torch.dtype], *inputs: Any) -> Res
     dq = (slope @ S.mT) * start
     through = (M * scores).map(lambda x: x.tril(-1))
     dG = (queries * dq).sum(-1) + through.sum(-1) - through.sum(-2)
-    # In the reference a token's decay to itself is a difference of equal numbers, whose gradients cancel.
+    # In the reference a token's decay to itself comes from a difference of equal numbers, whose gradients cancel.
     dG.error = dG.error + NOISE * (M.size * scores.size).diagonal(dim1=-2, dim2=-1)
     dstates = torch.zeros_like(states)
     dstates[chunks.state_places] = ((queries * start).mT @ slope).stored(stage.wide, kinds["dstates"])

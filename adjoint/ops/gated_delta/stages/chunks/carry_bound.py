@@ -12,11 +12,11 @@ from torch import Tensor
 from adjoint.ops.gated_delta.stages.in_chunks import Chunks, state_count
 
 SLACK = 1.02
-"""Products of two errors of float32, or of float64."""
+"""A factor for products of two errors of float32 or of float64."""
 
 
 class CarryBound:
-    """The chunks' exact states and values, [chunks, heads, ...], and the errors of what is computed in their place."""
+    """The exact states and values of the chunks, [chunks, heads, ...], and the errors of the computed ones."""
 
     def __init__(
         self,
@@ -48,6 +48,7 @@ class CarryBound:
         self.over = last[..., 0].exp()
         self.over_error = self.over * (4 * last[..., 0].abs() + 10) * self.u + self.tiny
         self.faded = self.end.unsqueeze(-1) * self.k
+        self.faded_error = self.end_error * self.k.norm(dim=-1) + self.tiny
         eye = torch.eye(self.K, dtype=torch.float64, device=k.device)
         self.M = torch.linalg.matrix_norm(self.over[..., None, None] * eye - self.faded.mT @ self.w, 2) * (1 + 1e-12)
         self.k_norm, self.w_norm = self.k.norm(dim=-1), self.w.norm(dim=-1)
@@ -83,7 +84,7 @@ class CarryBound:
         self, at: slice | Tensor, E: Tensor, size: Tensor, own: Tensor, total: Tensor, weights: Tensor, result: Tensor
     ) -> Tensor:
         """The error of a state after a chunk, whose rows have sizes `total` and, of their own, errors `own`."""
-        lost = self.end_error[at] * self.k_norm[at] * total + self._sum(self.chunk) * weights * total
+        lost = self.faded_error[at] * total + self._sum(self.chunk) * weights * total
         added = (weights * own + lost).sum(-1) + (self.over_error[at] + 3 * self.u * self.over[at]) * size
         added = added + 3 * self.u * result.norm(dim=(-1, -2)) + self.tiny * (self.K * self.V) ** 0.5
         return SLACK * (self.M[at] * E + added)
@@ -121,7 +122,7 @@ class CarryBound:
             after, E = current[sequences], error[sequences]
             dS[at], dS_error[at] = after, E
             size, weights = after.norm(dim=(-1, -2)) + E, self.faded[at].norm(dim=-1)
-            own = (self._sum(self.K) * weights + self.end_error[at] * self.k_norm[at]) * size.unsqueeze(-1)
+            own = (self._sum(self.K) * weights + self.faded_error[at]) * size.unsqueeze(-1)
             own = own + 2 * u * total[at].norm(dim=-1) + self.tiny * self.V
             total[at] = total[at] + self.faded[at] @ after
             total_error[at] = weights * E.unsqueeze(-1) + own
@@ -146,9 +147,11 @@ class CarryBound:
         of_keys = of_keys + self.tiny * self.K
         key_rows = self.end * each(dS_size) * new_sizes
         until_end = of_keys * self.k_norm + self._sum(self.K) * key_rows * self.k_norm
+        until_end = until_end + self.tiny * each(dS_size) * new_sizes  # of the product of a key with its decay
         whole = self.S_error * dS_size + S_norm * dS_error + self._sum(self.K * self.V) * S_size * dS_size
         at_end = until_end.sum(-1) + self._sum(self.chunk) * (key_rows * self.k_norm).sum(-1)
         at_end = at_end + self.over * whole + (self.over_error + 3 * self.u * self.over) * S_size * dS_size
+        at_end = at_end + self.tiny * (S_size + dS_size)
         dG = until_end.clone()
         place = self.chunks.last.expand(*dG.shape[:2], 1)
         dG.scatter_add_(-1, place, at_end.unsqueeze(-1))

@@ -69,7 +69,7 @@ def _output(
 def _inputs_of(
     stage: str, shape: Sizes, cu_seqlens: tuple[int, ...] | None = None, resets: tuple[int, ...] = ()
 ) -> Make:
-    """The inputs of a stage, as the stages before it give them."""
+    """The inputs of a stage, as earlier stages compute them."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
         q, k, v, g, beta, state, bounds = tokens(shape, cu_seqlens=cu_seqlens, resets=resets)(dtype, CPU, generator)
@@ -92,16 +92,16 @@ def _inputs_of(
 
 _SMALL, _PACKED = (1, 5, 1, 2, 3, 2), (1, 30, 1, 2, 4, 5)
 _RESETS, _AFTER_RESETS = (0, 3, 4, 6, 17, 20), ("gram", "carry", "output")
-"""Tokens whose g is −inf, and the stages that take the running sums of them."""
+"""The tokens whose g is −inf, and the stages that take running sums with them."""
 
 
 def _stage(function: Callable[..., Any], inputs: tuple[str, ...], exact: Function, outputs: int = 1) -> Subject:
-    """A subject on few tokens and on packed ones."""
+    """A subject with cases of few tokens and of packed ones."""
     name = function.__name__
     options = {} if name == "solve" else {"chunk": _CHUNK}
 
     def resized(whole: Inputs, upstream: tuple[Tensor, ...], size: int) -> tuple[Inputs, tuple[Tensor, ...]]:
-        """The same tokens in every row; as many places for states as that makes."""
+        """The same tokens in every row, with the number of places for states that this gives."""
         rows = {"states": size * _SMALL[1] // _CHUNK + size}
         named = zip(inputs, whole, strict=False)
         other = (*(x[:1].repeat_interleave(rows.get(name, size), 0) for name, x in named), None)
@@ -133,7 +133,7 @@ def _stage(function: Callable[..., Any], inputs: tuple[str, ...], exact: Functio
 
 
 def _resets(dtype: torch.dtype) -> Subject:
-    """Running sums of g with −inf, in one dtype: which numbers stand for it depends on that."""
+    """Running sums of g with −inf, in one dtype, because the number that stands for −inf depends on the dtype."""
     exact = partial(_decay, least=RESET[wide_dtype(dtype)])
     return replace(
         _stage(cumulative_decay, ("g",), exact),
@@ -156,5 +156,5 @@ WORKLOADS: tuple[Workload, ...] = ()
 
 
 def built_calls() -> Iterator[Call]:
-    """None: there are no kernels."""
+    """No calls, because there are no kernels."""
     yield from ()

@@ -19,14 +19,14 @@ from adjoint.ops.gated_delta.stages.in_chunks import Chunks
 
 
 def cumulative_decay(g: Tensor, cu_seqlens: Tensor | None, chunk: int, outputs: tuple[Tensor, ...]) -> None:
-    """G = Σ g_j over the j ≤ t of its chunk, where a g that resets the state counts as RESET."""
+    """G_t = Σ g_j over the j ≤ t of the chunk, where a g that resets the state counts as RESET."""
     chunks = Chunks(g, cu_seqlens, chunk, raises=True)
     bounded = chunks.gather(g, torch.float64).clamp_min_(RESET[wide_dtype(g.dtype)])
     outputs[0].copy_(chunks.tokens(bounded.cumsum(-1)))
 
 
 def cumulative_decay_backward(dG: Tensor, g: Tensor, cu_seqlens: Tensor | None, chunk: int) -> tuple[Tensor, ...]:
-    """dg_t = Σ dG_i over the i ≥ t of its chunk, 0 where g resets the state."""
+    """dg_t = Σ dG_i over the i ≥ t of the chunk; 0 where g resets the state."""
     chunks = Chunks(g, cu_seqlens, chunk)
     dg = chunks.tokens(chunks.gather(dG, torch.float64).flip(-1).cumsum(-1).flip(-1))
     return (dg.masked_fill(g < RESET[wide_dtype(g.dtype)], 0),)
@@ -74,7 +74,7 @@ def _solved(A: Tensor, chunks: Chunks) -> Tensor:
 
 
 def solve(A: Tensor, cu_seqlens: Tensor | None, outputs: tuple[Tensor, ...]) -> None:
-    """T = (I + A)⁻¹ of what stands below the diagonal."""
+    """T = (I + A)⁻¹, where only elements of A below the diagonal count."""
     chunks = Chunks(A, cu_seqlens, A.shape[-1], raises=True)
     outputs[0].copy_(chunks.tokens(_solved(A, chunks)))
 
@@ -90,7 +90,8 @@ def solve_backward(dT: Tensor, A: Tensor, cu_seqlens: Tensor | None) -> tuple[Te
 
 
 class _Carry:
-    """The inputs of `carry` by chunks, the state each chunk begins with, v' of all chunks, and the last states."""
+    """The inputs of `carry` by chunks, the state at the beginning of each chunk, v' of all chunks, and the last
+    states."""
 
     def __init__(self, inputs: Sequence[Any], raises: bool = False) -> None:
         k, w, u, G, state, cu_seqlens, chunk = inputs
@@ -111,7 +112,7 @@ class _Carry:
 
 
 def _until_end(G: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
-    """e^{Γ−G} by row, and e^Γ, with Γ that of the last token inside; 0 for padding."""
+    """e^{Γ−G} by row, and e^Γ, where Γ is G of the chunk's last token inside the sequence; 0 for padding."""
     last = G.gather(-1, chunks.last.expand(*G.shape[:2], 1))
     between = (last - G).masked_fill_(~chunks.inside[:, None], -torch.inf)
     return between.exp_().unsqueeze(-1), last.exp().unsqueeze(-1)
@@ -157,7 +158,7 @@ def carry_backward(
 
 
 class _Output:
-    """The inputs of `output` by chunks, with e^G, D, and the state each chunk begins with."""
+    """The inputs of `output` by chunks, with e^G, D, and the state at the beginning of each chunk."""
 
     def __init__(self, inputs: Sequence[Any], raises: bool = False) -> None:
         q, k, values, states, G, cu_seqlens, chunk = inputs
@@ -196,5 +197,5 @@ def output_backward(do: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _repeat(values: Tensor, keys: Tensor) -> int:
-    """Value heads of a key head."""
+    """The number of value heads for each key head."""
     return values.shape[2] // max(1, keys.shape[2])

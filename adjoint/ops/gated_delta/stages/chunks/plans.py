@@ -22,7 +22,7 @@ _CARRY = derived(bounds.carry, bounds.CARRY_AXES)
 
 
 def _waits(problem: Problem) -> bool:
-    """With `cu_seqlens`, the number of chunks is data."""
+    """Whether a plan waits: with `cu_seqlens`, the number of chunks depends on values."""
     return bool(problem.sizes[1])
 
 
@@ -61,4 +61,4 @@ STAGES = {
         ),
     ),
 }
-"""The plan of the forward and that of the backward."""
+"""The plans of the forward and of the backward of each stage."""

@@ -73,8 +73,8 @@ def gate(
     """g = −e^{A_log}·softplus(a + dt_bias) and β = σ(b), in float32 (float64 for float64).
 
     Args:
-        a, b: a layer's projections, of one shape and dtype.
-        A_log, dt_bias: parameters of each head, of any floating dtype.
+        a, b: projections in a layer, of one shape and dtype.
+        A_log, dt_bias: parameters with a number for each head, in any floating dtype.
 
     >>> import torch
     >>> g, beta = gate(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(2), torch.zeros(2))

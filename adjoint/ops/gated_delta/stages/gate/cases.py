@@ -25,7 +25,7 @@ def gates(shape: tuple[int, ...]) -> Make:
 
 
 def _fewer_tokens(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch]:
-    """Some tokens alone: g and β keep their bits. Two of the gradients are sums over all tokens."""
+    """Some tokens alone, whose g and β keep their bits. Two of the gradients are sums over all tokens."""
     a, b, *parameters = inputs
     for begin in range(a.shape[0]):
         here = slice(begin, begin + 1)
@@ -64,7 +64,7 @@ WORKLOADS: tuple[Workload, ...] = ()
 
 
 def built_calls() -> Iterator[Call]:
-    """The projections of a layer, in either type, with parameters that are and are not in float32."""
+    """Calls with the projections of a layer in both types, and with parameters in float32 and in another type."""
     for element in (torch.bfloat16, torch.float32):
         a, b = (torch.empty(64, 32, dtype=element, device="meta") for _ in range(2))
         parameters = (torch.empty(32, dtype=dtype, device="meta") for dtype in (torch.float32, element))

@@ -24,7 +24,7 @@ def backward(
     is_zero, none = upstream == 0, upstream.neg()
 
     def through(slope: Tensor) -> Tensor:
-        """−dg·e^{A_log}·slope, 0 where dg is: a g of −inf, which resets the state, has infinite factors."""
+        """−dg·e^{A_log}·slope, and 0 where dg is 0: a g of −inf, which resets the state, has infinite factors."""
         return torch.where(is_zero, none, slope.mul_(upstream).mul_(fall))
 
     da, of_rate = through(t.sigmoid()), through(_softplus(t))

@@ -18,11 +18,12 @@ from adjoint.ops.gated_delta.stages.rows import TINY, U, guarantee, on_kernels, 
 _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
 
 RUN = 64
-"""Tokens whose terms are one sum, and sums of one of the next level: part of the bits of dA_log and ddt_bias."""
+"""The number of tokens in a sum, and of sums in a sum of the next level. It is part of the bits of dA_log and
+ddt_bias."""
 
 
 def levels(rows: int) -> list[int]:
-    """Runs of rows, and the sums of each level above, down to one."""
+    """The number of runs of rows, and then the number of sums of each level above, down to one."""
     counts = [-(-rows // RUN)]
     while len(counts) < 2 or counts[-1] > 1:
         counts.append(-(-counts[-1] // RUN))
@@ -33,10 +34,10 @@ def levels(rows: int) -> list[int]:
 
 
 class _Gates:
-    """Exact results, and the share of each that its roundings may be.
+    """The exact results, and bounds of their relative errors.
 
-    An exponential costs 3·|exponent|·u + 5·u; a + dt_bias is rounded, which moves softplus and σ by at most |t|·u of
-    themselves (and less than u where t is positive); all other operations together less than 32·u.
+    An exponential has an error of 3·|exponent|·u + 5·u. a + dt_bias is rounded, which changes softplus and σ by at most
+    a share of |t|·u (and less than u if t is positive). All other operations together have less than 32·u.
     """
 
     def __init__(self, unit: float, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> None:
@@ -48,15 +49,15 @@ class _Gates:
 
 
 def _bound(name: str, kind: torch.dtype, computed: torch.dtype, additions: int) -> Callable[..., Tensor]:
-    """Of arithmetic in a type; what sums over tokens goes through so many additions.
+    """The bound of a result in the arithmetic of a type. Sums over tokens have this many additions.
 
-    float64 counts twice, because its reference rounds as much.
+    For float64 the bound is doubled, because its reference rounds as much.
     """
     unit, lost = (U, TINY) if computed == torch.float32 else (2.0**-52, underflow(computed))
 
     def of_result(*inputs: Tensor) -> Tensor:
         m = _Gates(unit, *inputs)
-        if name == "beta":  # of b alone, whatever A_log is
+        if name == "beta":  # it depends only on b, whatever A_log is
             return stored(m.beta, m.beta * m.share_of_beta, kind, computed)
         exact = m.rate * m.softplus
         return stored(exact, exact * m.share + m.rate * lost, kind, computed)
@@ -115,7 +116,7 @@ _UNUSED = "a token whose dg is 0 adds 0 to da, dA_log and ddt_bias, where its g 
 
 
 def _eager_bound(problem: Problem, name: str, kinds: dict[str, torch.dtype]) -> Derived:
-    """In float64; sums in any order, and one rounding."""
+    """The bound of PyTorch in float64, with sums in any order and one rounding."""
     words = f"½ ulp + {_FORMULAS[name].removeprefix('½ ulp + ')}, u = 2⁻⁵²"
     words += ", n additions of n tokens" if _FORMULAS[name] is _SUM else ""
     return Derived(words, _bound(name, kinds[name], torch.float64, problem.sizes[1]))

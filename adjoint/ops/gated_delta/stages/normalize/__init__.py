@@ -37,7 +37,7 @@ _normalize = Op(
 
 @_normalize.public
 def normalize(x: Float[Tensor, "*shape size"], *, preference: Preference | None = None) -> Float[Tensor, "*shape size"]:
-    """x / sqrt(Σx² + 1e-6) along the last axis, in the dtype of x: what `normalize_qk` does, rounded.
+    """x / sqrt(Σx² + 1e-6) along the last axis, in the dtype of x: the same as `normalize_qk`, but rounded.
 
     >>> import torch
     >>> normalize(torch.tensor([3.0, 4.0]))

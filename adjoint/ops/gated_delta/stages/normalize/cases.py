@@ -13,7 +13,7 @@ from adjoint.ops.gated_delta.values import gradients, zeros
 
 def vectors(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
     x = torch.randn((4, 3, 6), generator=generator, dtype=torch.float64)
-    x[0] *= 1e-3  # where the 1e-6 counts
+    x[0] *= 1e-3  # so that the 1e-6 matters
     return (x.to(dtype).to(device),)
 
 
@@ -34,6 +34,6 @@ WORKLOADS: tuple[Workload, ...] = ()
 
 
 def built_calls() -> Iterator[Call]:
-    """Heads of a layer in either type, and vectors that fill no tile."""
+    """Calls with heads of a layer in both types, and with vectors that do not fill a tile."""
     for dtype, size in ((torch.bfloat16, 128), (torch.float32, 128), (torch.float32, 1000)):
         yield bind(normalize, torch.empty(64, size, dtype=dtype, device="meta"))

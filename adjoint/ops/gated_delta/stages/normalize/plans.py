@@ -43,7 +43,7 @@ def _terms(dy: Tensor, x: Tensor, floor: float) -> Tensor:
 
 
 def _guarantee(problem: Problem) -> dict[str, Guarantee]:
-    """A sum by halves costs an addition for each halving; 16 for everything else."""
+    """The guarantee of kernels. A sum by halves has an addition for each halving; 16 units are for everything else."""
     (kind,) = problem.dtypes
     steps = max(1, problem.sizes[0] - 1).bit_length() + 16
     domain = _DOMAIN.format("float32")
@@ -63,7 +63,8 @@ def _guarantee(problem: Problem) -> dict[str, Guarantee]:
 
 
 def _eager_bound(problem: Problem, name: str, kinds: dict[str, torch.dtype]) -> Derived:
-    """In float64, whose reference rounds as much, a sum in any order: as of the kernels, with n for its halvings."""
+    """The bound of PyTorch in float64, whose reference rounds as much. It is that of the kernels, but a sum has any
+    order, so n replaces its halvings."""
     kind, share = kinds[name], 2.0**-52 * (problem.sizes[0] + 16)
 
     def y_bound(x: Tensor) -> Tensor:

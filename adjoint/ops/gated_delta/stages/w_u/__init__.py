@@ -41,7 +41,8 @@ def _check(k: Tensor, v: Tensor, beta: Tensor, G: Tensor, T: Tensor, cu_seqlens:
 def _describe(
     k: Tensor, v: Tensor, beta: Tensor, G: Tensor, T: Tensor, cu_seqlens: Tensor | None, **upstream: Tensor | None
 ) -> Facts:
-    """The sizes are K, V, chunk; then what workspaces and grids need: rows, tokens, heads, bounds of sequences."""
+    """The facts of a problem. Its sizes are K, V and chunk, and then those for workspaces and grids: rows, tokens,
+    heads and bounds of sequences."""
     tensors = {"k": k, "v": v, "T": T, **upstream}
     copied = [name for name, tensor in tensors.items() if tensor is not None and not plans.is_readable(tensor)]
     bounds = 0 if cu_seqlens is None else cu_seqlens.shape[0]
@@ -54,12 +55,13 @@ def _describe_backward(dw: Tensor | None, du: Tensor | None, *arguments: Any) ->
 
 
 def _flops(k: Tensor, v: Tensor, beta: Tensor, G: Tensor, T: Tensor, cu_seqlens: Tensor | None) -> int:
-    """T·(β·e^G·k) and T·(β·v), T with all of its columns."""
+    """The operations of T·(β·e^G·k) and T·(β·v), for T with all of its columns."""
     return 2 * T.numel() * (k.shape[3] + v.shape[3])
 
 
 def _flops_backward(dw: Tensor | None, du: Tensor | None, k: Tensor, v: Tensor, *rest: Any) -> int:
-    """X = Tᵀ dw for dk, dβ and dG, Y = Tᵀ du for dv and dβ, and a product with each of dw and du for dT."""
+    """The operations of X = Tᵀ dw for dk, dβ and dG, of Y = Tᵀ du for dv and dβ, and of a product with each of dw and
+    du for dT."""
     _beta, _G, T, _cu_seqlens, need = rest
     need_k, need_v, need_beta, need_G, need_T = (need >> bit & 1 for bit in range(5))
     of_dw = 0 if dw is None else k.shape[3] * ((need_k | need_beta | need_G) + need_T)
@@ -98,10 +100,11 @@ def recompute_w_u(
         k, v: keys and values, one dtype; K and V at most 256.
         beta: the strength, in float32 (float64 for float64).
         G: the running sum of g within each chunk, in the same dtype.
-        T: the solved matrix of each chunk, a row for each token: its columns are the tokens of the chunk, counted from
-            its first; what stands for tokens past the end is not read. In float32 (float64 for float64), or in the
-            dtype of k: half the bytes, and a plan of its own. The chunk is a power of two up to 64.
-        cu_seqlens: the bounds of packed sequences, as for `gated_delta_rule`; chunks are counted from their starts.
+        T: the solved matrix of each chunk, with a row for each token. Its columns are the tokens of the chunk, counted
+            from the first one. Columns past the end of the sequence are not read. It is in float32 (float64 for
+            float64), or in the dtype of k, which has half the bytes and its own plan. The chunk is a power of two up to
+            64.
+        cu_seqlens: the bounds of packed sequences, as for `gated_delta_rule`. Chunks are counted from their starts.
         preference: narrows the choice of plans for this call and its backward.
 
     Raises:

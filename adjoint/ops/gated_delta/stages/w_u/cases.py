@@ -34,7 +34,7 @@ from adjoint.ops.gated_delta.values import (
 
 
 def _alone(inputs: Inputs, upstream: tuple[Tensor, ...]) -> Iterator[Rebatch]:
-    """Every sequence by itself, whether it was a row of a batch or packed with others."""
+    """Every sequence alone, whether it was a row of a batch or packed with others."""
     *tensors, cu_seqlens = inputs
     batch, time = tensors[0].shape[:2]
     for row, part in reference.sequences(batch, time, cu_seqlens):
@@ -105,11 +105,11 @@ BAD_CALLS = (
 _TIME, _KEY_HEADS, _HEADS, _SIZE, _CHUNK = 32768, 16, 32, 128, 64
 
 _PIECE = 1024
-"""Tokens that are compared with the reference at once: whole chunks."""
+"""The number of tokens that are compared with the reference at once, in whole chunks."""
 
 
 def _layer(narrow: bool) -> Make:
-    """Keys of length one, gates in their ranges, and matrices like solved ones: lower, with a diagonal of 1."""
+    """Keys of length 1, gates in their ranges, and matrices like solved ones: lower triangular with a diagonal of 1."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
         source = drawn_on(device, generator)
@@ -126,7 +126,7 @@ def _layer(narrow: bool) -> Make:
 
 
 def composed(k: Tensor, v: Tensor, beta: Tensor, G: Tensor, T: Tensor, cu_seqlens: None) -> Any:
-    """The stage in torch's own functions: operands written to memory, then a batched product for each result."""
+    """The stage in torch's own functions, which writes operands to memory and has a batched product for each result."""
     chunk, repeat = T.shape[-1], v.shape[2] // k.shape[2]
 
     def by_chunk(x: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ WORKLOADS = tuple(_workloads())
 
 
 def built_calls() -> Iterator[Call]:
-    """Every way to multiply with T, packed sequences, the longest rows, and rows that fill no tile."""
+    """Calls for every way to multiply by T, packed sequences, the longest rows, and rows that do not fill a tile."""
     half, single = torch.bfloat16, torch.float32
     for element, T in ((half, half), (half, single), (torch.float16, single), (single, single)):
         yield _built(element, T, 128)

@@ -22,7 +22,7 @@ from adjoint.ops.gated_delta.stages.w_u.guarantee import NEED_BETA, NEED_DECAY, 
 
 
 class _Operands:
-    """The inputs by chunks, and β e^G ⊙ k, β ⊙ v as the products take them."""
+    """The inputs by chunks, and the operands of the products, β e^G ⊙ k and β ⊙ v."""
 
     def __init__(self, inputs: Sequence[Any], raises: bool = False) -> None:
         k, v, beta, G, T, cu_seqlens = inputs
@@ -43,7 +43,7 @@ def forward(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
 
 
 def backward(arguments: tuple[Any, ...], gradients: tuple[Tensor, ...]) -> None:
-    """Writes the gradients of k, v, beta, G and T, those that `need` asks for."""
+    """Writes the gradients of k, v, beta, G and T that are in the mask `need`."""
     dw, du, *inputs, need = arguments
     x = _Operands(inputs)
     chunks = x.chunks

@@ -11,18 +11,18 @@ from adjoint.core.problem import Problem, short, wide_dtype
 from adjoint.ops.gated_delta.stages.in_chunks import Chunks
 
 NEED_K, NEED_V, NEED_BETA, NEED_DECAY, NEED_T = (1 << bit for bit in range(5))
-"""Bits of the gradients a backward computes."""
+"""The bits of the gradients in the mask of a backward."""
 
 TF32 = 1
 """The mode of a product in which every float32 is the sum of two TF32 numbers."""
 
 PARTS = 2
-"""bfloat16 numbers whose sum stands for a number of T in float32, beside keys and values in bfloat16, whose own
-rounding is 2⁸ times coarser. Part of the bits."""
+"""The number of bfloat16 numbers whose sum stands for a float32 number of T, beside keys and values in bfloat16, whose
+own rounding is 2⁸ times coarser. It is part of the bits."""
 
 
 def parts_of(element: torch.dtype, T: torch.dtype) -> int:
-    """How a product with T is computed, as `times` in the kernels counts."""
+    """The mode of a product with T, as `times` in the kernels numbers it."""
     if T == element != torch.float32:
         return 0
     return PARTS if element == torch.bfloat16 else TF32
@@ -32,35 +32,44 @@ Bound = Callable[..., Tensor]
 
 
 class _Magnitudes:
-    """The inputs of the stage in float64 as `[chunks, heads, chunk, ...]`, without their signs."""
+    """The inputs of the stage in float64 as `[chunks, heads, chunk, ...]`, without their signs.
 
-    def __init__(self, k: Tensor, v: Tensor, beta: Tensor, G: Tensor, T: Tensor, cu_seqlens: Tensor | None) -> None:
+    Exponentials and products may be subnormal, and what multiplies them large: they count as larger by `floor`.
+    """
+
+    def __init__(
+        self, k: Tensor, v: Tensor, beta: Tensor, G: Tensor, T: Tensor, cu_seqlens: Tensor | None, *, floor: float = 0.0
+    ) -> None:
         self.chunks = Chunks(k, cu_seqlens, T.shape[-1])
         self.tokens = self.chunks.tokens
         self.repeat = v.shape[2] // max(1, k.shape[2])
         self.k = self.gather(k).repeat_interleave(self.repeat, 1)
         self.v, self.T = self.gather(v), self.gather(T)
-        self.beta, self.from_start = self.gather(beta)[..., None], self.gather(G.exp())[..., None]
+        self.beta, self.from_start = self.gather(beta)[..., None], self.gather(G.exp())[..., None] + floor
         self.exponent = self.gather(G)[..., None]
-        self.beta_k, self.beta_v = self.beta * self.from_start * self.k, self.beta * self.v
+        self.beta_k = (self.beta * self.k + floor) * self.from_start + floor
+        self.beta_v = self.beta * self.v + floor
 
     def gather(self, x: Tensor) -> Tensor:
         return self.chunks.gather(x.abs(), torch.float64)
 
 
 def _stored(before: Tensor, magnitude: Tensor, terms: int, kind: torch.dtype, wide: torch.dtype) -> Tensor:
-    """A bound before rounding, and half a unit in the last place of anything the result may be; products underflow."""
+    """The bound before rounding, plus half a unit in the last place of the largest value that the result may have.
+
+    Products may underflow.
+    """
     before = before + terms * _smallest(wide)
     return before if kind == wide else before + spacing(magnitude + before, kind) / 2
 
 
 def _smallest(dtype: torch.dtype) -> float:
-    """The distance of the smallest numbers of a dtype: what rounding to it may cost where it is no share."""
+    """The distance between the smallest numbers of a dtype, which bounds rounding errors below the normal range."""
     return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
 
 
 def _dtypes(problem: Problem) -> dict[str, torch.dtype]:
-    """Of the results."""
+    """The dtypes of the results."""
     element, T = problem.dtypes
     if not problem.op.endswith("_backward"):
         return {"w": element, "u": element}
@@ -77,10 +86,10 @@ _FORMULA = (
 
 
 def _eager_share(problem: Problem, terms: int, rounded: bool) -> float:
-    """(ρ + γ): what the error of a sum of products may be of the sum of their magnitudes, in any order of summation."""
+    """ρ + γ, the largest error of a sum of products in any order, as a share of the sum of their magnitudes."""
     dtype, wide = problem.dtypes[0], wide_dtype(problem.dtypes[0])
     unit = torch.finfo(wide).eps / 2
-    steps = terms + 8  # besides the sum: products, an exponential, and the reference's own in float64
+    steps = terms + 8  # besides the sum: products, an exponential, and the roundings of the reference in float64
     if wide == torch.float64:
         steps *= 2
     gamma = steps * unit / (1 - steps * unit)
@@ -90,19 +99,20 @@ def _eager_share(problem: Problem, terms: int, rounded: bool) -> float:
 def _eager_bound(problem: Problem, name: str, kind: torch.dtype) -> Bound:
     dtype, wide = problem.dtypes[0], wide_dtype(problem.dtypes[0])
     K, V, chunk = problem.sizes[:3]
+    floor = 2 * torch.finfo(wide).smallest_normal / torch.finfo(wide).eps
 
     def of_result(*inputs: Any) -> Tensor:
-        m = _Magnitudes(*inputs)
+        m = _Magnitudes(*inputs, floor=floor)
         operand = m.beta_k if name == "w" else m.beta_v
         magnitude = m.tokens(m.T @ operand)
         underflow = m.tokens(m.T @ torch.full_like(operand, _smallest(dtype)))
         return _stored(_eager_share(problem, chunk, True) * magnitude + underflow, magnitude, chunk, kind, wide)
 
     def of_gradient(dw: Tensor, du: Tensor, *inputs: Any) -> Tensor:
-        m = _Magnitudes(*inputs)
+        m = _Magnitudes(*inputs, floor=floor)
         dw, du = m.gather(dw), m.gather(du)
-        X, Y = m.T.mT @ dw, m.T.mT @ du
-        of_keys = (X * m.k).sum(-1) * m.from_start[..., 0]
+        X, Y = m.T.mT @ dw + floor, m.T.mT @ du + floor
+        of_keys = ((X * m.k).sum(-1) + floor) * m.from_start[..., 0] + floor
         magnitude = {
             "dk": lambda: (X * m.beta * m.from_start).unflatten(1, (-1, m.repeat)).sum(2),
             "dv": lambda: Y * m.beta,
@@ -128,7 +138,7 @@ def in_pytorch(problem: Problem) -> dict[str, Guarantee]:
             batch_invariant="",
             device_invariant=False,
             accumulator=short(wide),
-            roundings=2 * int(kind != wide or (name == "dT" and problem.dtypes[0] != wide)),  # of dT: its two terms
+            roundings=2 * int(kind != wide or (name == "dT" and problem.dtypes[0] != wide)),  # dT has two terms
             error=Derived(_FORMULA, _eager_bound(problem, name, kind)),
             out_of_range="cu_seqlens out of order is reported; tokens of no sequence give 0",
             domain="every finite input of which e^G is finite",
@@ -141,7 +151,7 @@ def in_pytorch(problem: Problem) -> dict[str, Guarantee]:
 
 U = 2.0**-24
 _FLUSHED = 2.0**-125
-"""What an exponential, or a part of T, that underflows may have been."""
+"""The largest magnitude that an exponential, or a part of T, that underflows may have had."""
 
 _T = {
     0: "T as it is given",
@@ -153,9 +163,9 @@ _ITEM = "chunk of a value head"
 
 
 def _share(parts: int, terms: int) -> float:
-    """The error of a product of matrices, of the sum of its terms' magnitudes.
+    """The error of a product of matrices, as a share of the sum of its terms' magnitudes.
 
-    Matrix instructions cut what they add where others round, so an addition costs 2·u.
+    Matrix instructions truncate sums where other instructions round, so an addition has an error of 2·u.
     """
     steps = max(1, parts) * terms + 16
     return 2 * U * steps / (1 - 2 * U * steps) + {0: 0.0, 1: 2.0**-19, 2: 2.0**-17}[parts]
@@ -168,7 +178,7 @@ def _kernel_bound(problem: Problem, name: str, kind: torch.dtype) -> Bound:
     rounding = torch.finfo(element).eps / 2 if element != torch.float32 else 0.0
 
     def decayed(m: _Magnitudes) -> Tensor:
-        """The error of β·e^G·k before it is rounded, of itself: an exponential costs 3·|G|·u + 5·u."""
+        """The relative error of β·e^G·k before it is rounded. An exponential has an error of 3·|G|·u + 5·u."""
         return U * (3 * m.exponent + 8)
 
     def of_result(*inputs: Any) -> Tensor:
@@ -183,18 +193,18 @@ def _kernel_bound(problem: Problem, name: str, kind: torch.dtype) -> Bound:
         dw, du = m.gather(dw), m.gather(du)
         products, sums = _share(parts, chunk + m.repeat), _share(plain, K + V + chunk)
         if name in ("dk", "dv"):
-            through = m.T.mT @ (dw if name == "dk" else du)
+            through = m.T.mT @ (dw if name == "dk" else du) + _FLUSHED / U
             terms = through * (m.beta * m.from_start if name == "dk" else m.beta)
             lost = terms * (products + decayed(m)) + m.beta * through * _FLUSHED
             if name == "dk":
                 terms, lost = (x.unflatten(1, (-1, m.repeat)).sum(2) for x in (terms, lost))
         elif name == "dT":
-            P, Q = dw @ m.k.mT, du @ m.v.mT
+            P, Q = dw @ m.k.mT + _FLUSHED / U, du @ m.v.mT + _FLUSHED / U
             terms = (P * m.from_start.mT + Q) * m.beta.mT
             lost = terms * (sums + decayed(m).mT) + P * m.beta.mT * _FLUSHED
         else:
-            of_keys = (m.T * (dw @ m.k.mT)).sum(-2)[..., None]
-            of_values = (m.T * (du @ m.v.mT)).sum(-2)[..., None]
+            of_keys = (m.T * (dw @ m.k.mT + _FLUSHED / U) + _FLUSHED / U).sum(-2)[..., None]
+            of_values = (m.T * (du @ m.v.mT + _FLUSHED / U)).sum(-2)[..., None]
             by = m.beta if name == "dG" else torch.ones_like(m.beta)
             terms = of_keys * m.from_start * by + (0.0 if name == "dG" else of_values)
             lost = terms * (sums + decayed(m)) + of_keys * by * _FLUSHED

@@ -18,21 +18,22 @@ from adjoint.ops.gated_delta.stages.w_u.guarantee import parts_of
 _SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
 
 MAX_STRIDE = 2**24
-"""The largest distance between tokens, in elements, that kernels read."""
+"""The largest stride of tokens, in elements, that kernels can read."""
 
 MAX_TOKENS = 2**31 - 2**16
-"""Tokens, and bounds of sequences, that the kernels' integers count."""
+"""The most tokens, and bounds of sequences, that the kernels' integers can count."""
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether kernels can read it where it lies: rows whose elements lie side by side, and that are near enough for the
-    32 bits of an offset within a chunk."""
+    """Whether kernels can read a tensor in place: rows of adjacent elements, close enough to each other for the 32 bits
+    of an offset within a chunk."""
     near = tensor.stride(1) <= MAX_STRIDE or tensor.shape[1] == 1
     return tensor.numel() == 0 or (near and (tensor.shape[3] == 1 or tensor.stride(3) == 1))
 
 
 def _refuse_T(problem: Problem, narrow: bool) -> str:
-    """One plan is for T as it is solved, one for T in the 16 bits of k: they read different numbers."""
+    """Why a plan cannot serve the dtype of T. One plan is for T as it is solved, and one for T in the 16 bits of k,
+    because they read different numbers."""
     element, T = problem.dtypes
     if narrow == (wide_dtype(element) != T):
         return ""
@@ -50,7 +51,7 @@ def _refuse(problem: Problem, narrow: bool) -> str:
 
 
 _PRODUCTS = ("16_bit", "tf32", "two_parts")
-"""How a product with T is computed, as `parts_of` counts: what schedules are for."""
+"""The modes of a product with T, as `parts_of` numbers them. Each has its own schedule."""
 
 
 def _on_kernels(kernel: str, direction: str, narrow: bool) -> Candidate:
@@ -74,7 +75,7 @@ def _in_pytorch(compute: Compute, narrow: bool) -> Candidate:
         guarantee.in_pytorch,
         compute,
         lambda problem: {"chunk": problem.sizes[2], "T": short(problem.dtypes[1])},
-        waits=lambda problem: problem.sizes[-1] > 0,  # with cu_seqlens, the number of chunks is data
+        waits=lambda problem: problem.sizes[-1] > 0,  # with cu_seqlens, the number of chunks depends on values
     )
     return replace(candidate, refuse=lambda problem: _refuse_T(problem, narrow))
 

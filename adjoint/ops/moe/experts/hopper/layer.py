@@ -30,7 +30,7 @@ def _divide(columns: int, tile: int) -> int:
 
 
 def _settle_common(setup: Setup) -> None:
-    """Adds room for the arguments that are copied first, and names what changes bits."""
+    """Adds room for the arguments that are copied first, and the parameters that change bits."""
     tokens, hidden, experts, inner, slots = setup.problem.sizes
     element, second = setup.problem.dtypes[:2]
     setup.copies(
@@ -42,20 +42,21 @@ def _settle_common(setup: Setup) -> None:
 
 
 def _at_16_bytes(memory: Memory, name: str, tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it, contiguous and at a multiple of 16 bytes, as TMA and wide copies need it."""
+    """The tensor or a copy of it, contiguous and at a multiple of 16 bytes, as TMA and wide copies need."""
     tensor = memory.contiguous(name, tensor)
     return tensor if is_aligned(tensor) else tensor.clone()
 
 
 def _room(output: Tensor) -> Tensor:
-    """The output, or memory for it at a multiple of 16 bytes, from where it is to be copied."""
+    """The output, or memory at a multiple of 16 bytes from which it must be copied."""
     return output if is_aligned(output) else torch.empty_like(output)
 
 
 def _launch_width(setup: Setup) -> int:
-    """Columns of rows that are in memory at once: as many as the backward has in the same place before, or the least.
+    """The number of columns of rows that are in memory at once.
 
-    Launches have whole tiles of columns, and the same number of them if they can.
+    It is at least that of the schedule, and at least I, for which the backward uses the same memory before. Launches
+    have whole tiles of columns, and all launches the same number of tiles if possible.
     """
     _, hidden, _, inner, _ = setup.problem.sizes
     tiles, most = (_divide(columns, COLUMNS.value) for columns in (hidden, max(setup.schedule["chunk"], inner)))
@@ -63,7 +64,7 @@ def _launch_width(setup: Setup) -> int:
 
 
 class _TokenSums:
-    """A product over rows, summed into tokens, some columns at a time; the arguments are those of the kernel."""
+    """A product over rows that is summed into tokens, some columns at a time. The arguments are those of the kernel."""
 
     def __init__(self, setup: Setup, rows: Rows, terms: int, by_column: bool, weighted: bool) -> None:
         hidden = setup.problem.sizes[1]
@@ -94,7 +95,7 @@ class _TokenSums:
 
 
 class _Outer:
-    """The product of D columns that are read by token with columns of rows, for each expert; or that product turned."""
+    """For each expert, the product of D columns that are read by token with columns of rows; or its transpose."""
 
     def __init__(self, setup: Setup, columns: int, turned: bool) -> None:
         hidden, self._experts = setup.problem.sizes[1:3]
@@ -112,7 +113,7 @@ class _Outer:
 
 
 def forward(setup: Setup) -> Execute:
-    """y, and what the backward needs: g and u of each row, and the layout."""
+    """Computes y, and for the backward g and u of each row and the layout."""
     tokens, hidden, experts, inner, slots = setup.problem.sizes
     element, index, _ = setup.problem.dtypes
     (keep,) = setup.problem.options
@@ -152,7 +153,7 @@ def forward(setup: Setup) -> Execute:
 
 
 def backward(setup: Setup) -> Execute:
-    """The gradients that are needed."""
+    """Computes the gradients that are needed."""
     tokens, hidden, _, inner, slots = setup.problem.sizes
     element = setup.problem.dtypes[0]
     (need,) = setup.problem.options
@@ -175,7 +176,7 @@ def backward(setup: Setup) -> Execute:
         to_gate_up = _Outer(setup, 2 * inner, turned=True)
     if needs_pairs:
         setup.scratch(dgu=(element, count * 2 * inner))
-    # Holds w·h, and later columns of dx for each row: these are computed when w·h is no longer needed.
+    # This has w·h, and later columns of dx for each row, which are computed when w·h is no longer needed.
     setup.scratch(shared=(element, count * max(inner if need & NEED_DOWN else 0, width)))
     _settle_common(setup)
 
@@ -186,7 +187,7 @@ def backward(setup: Setup) -> Execute:
         named = ("dy", dy), ("x", x), ("gate_up", gate_up), ("down", down), ("gu", gu)
         dy, x, gate_up, down, gu = (_at_16_bytes(memory, name, tensor) for name, tensor in named)
         tiles = rows.find(memory, layout.permutation, layout.offsets, weights)
-        row_tokens, absent = memory["tokens"], memory["tokens"]  # also stands for a pointer that nobody uses
+        row_tokens, absent = memory["tokens"], memory["tokens"]  # `absent` is a pointer that nobody reads
         to_hidden.launch(
             dy=dy, down=down.flatten(0, 1), gu=gu, tokens=row_tokens, row_weights=memory["row_weights"],
             dgu=memory.get("dgu", absent), scaled=memory.get("shared", absent),

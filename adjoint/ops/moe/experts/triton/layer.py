@@ -20,7 +20,7 @@ from adjoint.ops.moe.layout.kernels import LayoutSort
 
 
 def _settle_common(setup: Setup) -> None:
-    """Adds room for the arguments that are copied first, and names the edge of tiles where it changes bits."""
+    """Adds room for the arguments that are copied first, and the edge of tiles as a parameter if it changes bits."""
     tokens, hidden, experts, inner, slots = setup.problem.sizes
     element, second = setup.problem.dtypes[:2]
     setup.copies(
@@ -33,7 +33,7 @@ def _settle_common(setup: Setup) -> None:
 
 
 def forward(setup: Setup) -> Execute:
-    """y, and what the backward needs: g and u of each row, and the layout."""
+    """Computes y, and for the backward g and u of each row and the layout."""
     tokens, hidden, experts, inner, slots = setup.problem.sizes
     element, index, _ = setup.problem.dtypes
     (keep,) = setup.problem.options
@@ -70,7 +70,7 @@ def forward(setup: Setup) -> Execute:
 
 
 def backward(setup: Setup) -> Execute:
-    """The gradients that are needed."""
+    """Computes the gradients that are needed."""
     tokens, hidden, _, inner, slots = setup.problem.sizes
     element = setup.problem.dtypes[0]
     (need,) = setup.problem.options
@@ -84,7 +84,7 @@ def backward(setup: Setup) -> Execute:
     if need & NEED_GATE_UP:
         to_gate_up = bind_outer(setup, 2 * inner, hidden, left_by_token=False)
     row_tiles = RowTiles(setup, True, *products)
-    # Holds w·h, and later columns of dx for each row: these are computed when w·h is no longer needed.
+    # This has w·h, and later columns of dx for each row, which are computed when w·h is no longer needed.
     setup.scratch(shared=(element, tokens * slots * max(inner if need & NEED_DOWN else 0, width)))
     _settle_common(setup)
 
