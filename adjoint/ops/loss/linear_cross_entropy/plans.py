@@ -31,10 +31,6 @@ BLOCK_BYTES = 5 * 2**28
 ROW_STEP = 128
 """The rows of a block are a multiple of this."""
 
-TILE_ROWS, TILE_CLASSES, TILE_DEPTH = 128, 256, 64
-"""Rows, classes and columns of hidden that one step of our own products has, for 16-bit types; float32, which has no
-matrix instructions, has a quarter of each of the first two, and half of the third."""
-
 MAX_COLUMNS = 2**15
 """Of hidden, for our own products, which are compiled for their number."""
 
