@@ -107,7 +107,10 @@ def status_word(device: torch.device) -> Tensor:
 
 
 def report(fault: Fault, values: Tensor, faulty: Tensor) -> None:
-    """For paths in plain PyTorch: raises the first faulty value on the CPU, records it elsewhere, without waiting."""
+    """Raises the error of the first faulty value on the CPU; elsewhere records it in the status word, without waiting.
+
+    Paths in plain PyTorch call it.
+    """
     is_cpu = values.device.type == "cpu"
     if values.numel() == 0 or (is_cpu and not faulty.any()):
         return

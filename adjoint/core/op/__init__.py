@@ -74,11 +74,12 @@ class Adjoint:
         name: the operator's name behind that of the op.
         overwrites: whether it writes the gradients over the differentiable inputs, which must be saved.
         buffers: the caller's tensors to which it adds, instead of returning a gradient.
-        assemble: `assemble(results, arguments)`: the gradients, of an operator that returns something else.
-        at_once: `at_once(*arguments)`: the gradients where they are what was saved, and nothing is left to compute;
-            else None. Not asked while compiling, or where a mode sees what runs.
-        flops: the operations of its matrix products, 2·m·n·k each, those of gradients that are needed; what the
-            forward has computed before counts once, there.
+        assemble: `assemble(results, arguments)` makes gradients of the results of an operator that returns something
+            else.
+        at_once: `at_once(*arguments)` returns the gradients if they were saved, so that nothing is left to compute;
+            else None. It is not called while compiling or under a dispatch mode, which must see the operator.
+        flops: the operations of its matrix products, 2·m·n·k each, for the gradients that are needed. Products that the
+            forward has already computed count there.
     """
 
     candidates: Candidates
@@ -127,8 +128,8 @@ class Op:
         autocast: the inputs that are cast to autocast's dtype where autocast is on, unless they are float64.
         label: the op's name in errors; by default its name.
         flops: the operations of its matrix products, 2·m·n·k each, for torch's `FlopCounterMode`; 0 by default.
-        asks_device: the public function looks at the device of its tensors: a plan for another device is then that of
-            tensors on none.
+        asks_device: whether the public function looks at the device of its tensors. A plan for another device is then
+            made from meta tensors.
     """
 
     def __init__(

@@ -31,9 +31,8 @@ class Call:
         adjoint_arguments: `(upstream, outputs) -> arguments` of an adjoint that computes every gradient. `upstream` has
             the gradients of the public outputs, and `outputs` has all outputs of the forward operator. It reads only
             metadata, because both are meta tensors inside `plan`.
-        public_outputs: how many of the operator's outputs, from the first, the public function
-            returns; None for all.
-        elsewhere: the call of tensors on no device, where their device decides more than the choice of a plan.
+        public_outputs: how many of the operator's outputs, from the first, the public function returns; None for all.
+        elsewhere: makes the same call of meta tensors, for a public function that looks at the device of its tensors.
     """
 
     operator: "Operator"

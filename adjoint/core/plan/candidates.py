@@ -113,12 +113,13 @@ class Candidate:
 
 
 def allocating_outputs(compute: Compute, at_once: AtOnce | None = None, many_calls: bool = False) -> Run:
-    """A candidate's `run` from what writes into outputs that are there.
+    """Makes a candidate's `run` of a function that writes into allocated outputs.
 
     Args:
-        at_once: may give the outputs in memory of their own instead, which saves allocating and copying.
-        many_calls: whether `compute` calls torch some ten times or more. It then runs in inference mode, in which every
-            call costs a tenth less; the mode itself costs as much as two.
+        compute: the function.
+        at_once: may return outputs in new memory instead, which saves allocating and copying.
+        many_calls: whether `compute` calls torch some ten times or more. It then runs in inference mode, where every
+            call costs a tenth less; entering the mode costs as much as two calls.
     """
 
     def run(

@@ -32,10 +32,13 @@ class Group:
     """Sequences of similar length, longest first, and a range of key heads, which are computed together.
 
     Attributes:
-        chunk: a power of two, `CHUNK`, or less where every sequence fits into one smaller chunk.
-        sequences: their numbers; starts: where they begin; lengths: how many tokens they have, none of them 0;
+        chunk: the size of a chunk, a power of two: `CHUNK`, or less if every sequence fits into one smaller chunk.
+        sequences: the numbers of the sequences.
+        starts: the first token of each.
+        lengths: the tokens of each, none of them 0.
         longest: the first of the lengths.
-        first_head, heads: the range of key heads.
+        first_head: the first key head.
+        heads: the number of key heads.
     """
 
     chunk: int
