@@ -1,5 +1,6 @@
 """Every promise holds where numbers have no digits left, and where sums pass the largest: named inputs of many ops."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +15,7 @@ from adjoint.verify.run import differentiate, measure
 Example = tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]
 """Inputs, and gradients of the outputs."""
 
-F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 SUBNORMAL = {F32: 2.0**-145, BF16: 2.0**-131, F64: 2.0**-1070}
 
 
@@ -137,6 +138,14 @@ def sums_that_overflow(name: str, dtype: torch.dtype) -> Example:
     }[name]()
 
 
+def hidden_that_overflow(name: str, dtype: torch.dtype) -> Example:
+    """g and u whose product has no place in the type of the layer, in the first of two tokens, and a small down."""
+    x = torch.tensor([[1.0, 1.0], [2.0**-8, 0.0]], dtype=dtype)
+    gate_up = torch.full((1, 4, 2), 2.0 ** math.ceil(math.log2(torch.finfo(dtype).max) / 2), dtype=dtype)
+    indices, weights = torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 1, dtype=dtype if dtype == F64 else F32)
+    return (x, gate_up, torch.full((1, 2, 2), 2.0**-12, dtype=dtype), indices, weights), (x,)
+
+
 SUMS = ("embedding", "embedding_bag[mean]", "take_along_axis", "moe.dispatch", "moe.combine", "cross_entropy")
 
 EXAMPLES: list[tuple[Callable[[str, torch.dtype], Example], str, torch.dtype]] = [
@@ -151,6 +160,7 @@ EXAMPLES: list[tuple[Callable[[str, torch.dtype], Example], str, torch.dtype]] =
     (subnormal_inverse, "recompute_w_u", F32),
     *((make, "gated_delta_rule", F32) for make in (zero_strengths, subnormal_decayed_keys)),
     (capped_logits, "linear_cross_entropy[sum, smoothing, z_loss, softcap]", F32),
+    *((hidden_that_overflow, "moe.experts", kind) for kind in (F32, BF16, F16)),
     *((sums_that_overflow, name, kind) for name in SUMS for kind in (F32, BF16)),
 ]
 
