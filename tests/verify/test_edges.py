@@ -9,6 +9,7 @@ from torch import Tensor
 
 from adjoint.core.errors import Unsupported
 from adjoint.core.preference import Preference
+from adjoint.ops.loss.cross_entropy import cross_entropy
 from adjoint.verify.listing.jobs import subjects
 from adjoint.verify.run import differentiate, measure
 
@@ -80,6 +81,26 @@ def capped_logits(name: str, dtype: torch.dtype) -> Example:
     hidden, weight = torch.linspace(-1, 1, 12).view(3, 4), torch.linspace(-2, 1, 20).view(5, 4)
     weight[0] *= 2.0**38
     return (hidden.to(dtype), weight.to(dtype), torch.tensor([1, 3, 0]), None), (torch.tensor(1.0),)
+
+
+def large_gradient(name: str, dtype: torch.dtype) -> Example:
+    """A gradient of the loss whose double has no place."""
+    return (torch.linspace(-3, 2, 64, dtype=dtype)[None], torch.tensor([1])), (torch.tensor(9e307, dtype=F64),)
+
+
+def logits_that_overflow(name: str, dtype: torch.dtype) -> Example:
+    """A logit whose terms have no sum in the type of the sums, though it is itself a number."""
+    large = torch.finfo(dtype).max * 0.9
+    hidden, weight = torch.tensor([[1.0, 1.0, -1.0], [0.5, 0.0, 0.0]]), torch.ones(4, 3)
+    weight[0] = large
+    return (hidden.to(dtype), weight.to(dtype), torch.tensor([1, 3]), None), (torch.tensor(1.0),)
+
+
+def subnormal_weights(name: str, dtype: torch.dtype) -> Example:
+    """Gradients that are subnormal for a loss whose gradient is 1, and a large one."""
+    hidden, weight = torch.linspace(-1, 1, 12).view(3, 4), torch.linspace(-2, 1, 20).view(5, 4)
+    weight, labels = weight * SUBNORMAL[dtype], torch.tensor([1, 3, 0])
+    return (hidden.to(dtype), weight.to(dtype), labels, None), (torch.tensor(2.0**64),)
 
 
 def subnormal_state(name: str, dtype: torch.dtype) -> Example:
@@ -155,6 +176,8 @@ EXAMPLES: list[tuple[Callable[[str, torch.dtype], Example], str, torch.dtype]] =
     (subnormal_slope, "gate", F64),
     *((subnormal_share, name, F32) for name in ("moe.load_balancing_loss", "moe.z_loss")),
     *((large_logits, "cross_entropy", kind) for kind in (F32, BF16)),
+    (large_gradient, "cross_entropy", F64),
+    *((make, "linear_cross_entropy", F32) for make in (logits_that_overflow, subnormal_weights)),
     (subnormal_state, "gated_delta_step", F32),
     (subnormal_keys, "carry", F32),
     (subnormal_inverse, "recompute_w_u", F32),
@@ -177,3 +200,10 @@ def test_promises_hold_where_digits_are_lost(
     except Unsupported as reason:  # a stage, or a type, without kernels
         pytest.skip(str(reason))
     assert all(error.holds for error in found.values()), {name: str(error) for name, error in found.items()}
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(F32, 1e25), (F64, 1e160)])
+def test_a_loss_is_a_number_where_the_square_of_logits_has_no_place(dtype: torch.dtype, size: float) -> None:
+    logits = torch.tensor([[1.0, 0.5], [0.25, 1.0]], dtype=dtype) * size
+    loss = cross_entropy(logits, torch.tensor([0, 1]), z_loss=1.0 / size)
+    torch.testing.assert_close(loss, torch.tensor(size, dtype=dtype))
