@@ -144,6 +144,15 @@ def subnormal_decayed_keys(name: str, dtype: torch.dtype) -> Example:
     return tokens(dtype, 1.0, 511 * 2.0**-149, 0.6)
 
 
+def subnormal_scores(name: str, dtype: torch.dtype) -> Example:
+    """Keys and a state whose products with queries lose digits, and large values and gradients of outputs: dg."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(1, 9, 1, size, generator=draw) for size in (5, 5, 1, 1))
+    g, state = torch.full((1, 9, 1), -0.02), torch.full((1, 1, 5, 1), 7e-44)
+    inputs = q * 1e-3, k * 7e-43, v * 1e5, g, torch.full_like(g, 0.5), state, None
+    return inputs, (do * 1e6, torch.full_like(state, 3e-7))
+
+
 def sums_that_overflow(name: str, dtype: torch.dtype) -> Example:
     """Terms of which some add up to more than the largest number, and all of them to less."""
     large = torch.tensor([1.0, 1.0, -1.0], dtype=torch.float64).mul(0.9 * torch.finfo(dtype).max).to(dtype)
@@ -181,7 +190,7 @@ EXAMPLES: list[tuple[Callable[[str, torch.dtype], Example], str, torch.dtype]] =
     (subnormal_state, "gated_delta_step", F32),
     (subnormal_keys, "carry", F32),
     (subnormal_inverse, "recompute_w_u", F32),
-    *((make, "gated_delta_rule", F32) for make in (zero_strengths, subnormal_decayed_keys)),
+    *((make, "gated_delta_rule", F32) for make in (zero_strengths, subnormal_decayed_keys, subnormal_scores)),
     (capped_logits, "linear_cross_entropy[sum, smoothing, z_loss, softcap]", F32),
     *((hidden_that_overflow, "moe.experts", kind) for kind in (F32, BF16, F16)),
     *((sums_that_overflow, name, kind) for name in SUMS for kind in (F32, BF16)),
