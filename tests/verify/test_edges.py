@@ -1,5 +1,6 @@
 """Every promise holds where numbers have no digits left, and where sums pass the largest: named inputs of many ops."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -8,13 +9,14 @@ from torch import Tensor
 
 from adjoint.core.errors import Unsupported
 from adjoint.core.preference import Preference
+from adjoint.ops.loss.cross_entropy import cross_entropy
 from adjoint.verify.listing.jobs import subjects
 from adjoint.verify.run import differentiate, measure
 
 Example = tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]
 """Inputs, and gradients of the outputs."""
 
-F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 SUBNORMAL = {F32: 2.0**-145, BF16: 2.0**-131, F64: 2.0**-1070}
 
 
@@ -81,6 +83,26 @@ def capped_logits(name: str, dtype: torch.dtype) -> Example:
     return (hidden.to(dtype), weight.to(dtype), torch.tensor([1, 3, 0]), None), (torch.tensor(1.0),)
 
 
+def large_gradient(name: str, dtype: torch.dtype) -> Example:
+    """A gradient of the loss whose double has no place."""
+    return (torch.linspace(-3, 2, 64, dtype=dtype)[None], torch.tensor([1])), (torch.tensor(9e307, dtype=F64),)
+
+
+def logits_that_overflow(name: str, dtype: torch.dtype) -> Example:
+    """A logit whose terms have no sum in the type of the sums, though it is itself a number."""
+    large = torch.finfo(dtype).max * 0.9
+    hidden, weight = torch.tensor([[1.0, 1.0, -1.0], [0.5, 0.0, 0.0]]), torch.ones(4, 3)
+    weight[0] = large
+    return (hidden.to(dtype), weight.to(dtype), torch.tensor([1, 3]), None), (torch.tensor(1.0),)
+
+
+def subnormal_weights(name: str, dtype: torch.dtype) -> Example:
+    """Gradients that are subnormal for a loss whose gradient is 1, and a large one."""
+    hidden, weight = torch.linspace(-1, 1, 12).view(3, 4), torch.linspace(-2, 1, 20).view(5, 4)
+    weight, labels = weight * SUBNORMAL[dtype], torch.tensor([1, 3, 0])
+    return (hidden.to(dtype), weight.to(dtype), labels, None), (torch.tensor(2.0**64),)
+
+
 def subnormal_state(name: str, dtype: torch.dtype) -> Example:
     """A state without digits, and a gradient of the state after the token that is large: dg is their product."""
     k = torch.full((1, 1, 1, 4), 0.5, dtype=dtype)
@@ -122,6 +144,15 @@ def subnormal_decayed_keys(name: str, dtype: torch.dtype) -> Example:
     return tokens(dtype, 1.0, 511 * 2.0**-149, 0.6)
 
 
+def subnormal_scores(name: str, dtype: torch.dtype) -> Example:
+    """Keys and a state whose products with queries lose digits, and large values and gradients of outputs: dg."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(1, 9, 1, size, generator=draw) for size in (5, 5, 1, 1))
+    g, state = torch.full((1, 9, 1), -0.02), torch.full((1, 1, 5, 1), 7e-44)
+    inputs = q * 1e-3, k * 7e-43, v * 1e5, g, torch.full_like(g, 0.5), state, None
+    return inputs, (do * 1e6, torch.full_like(state, 3e-7))
+
+
 def sums_that_overflow(name: str, dtype: torch.dtype) -> Example:
     """Terms of which some add up to more than the largest number, and all of them to less."""
     large = torch.tensor([1.0, 1.0, -1.0], dtype=torch.float64).mul(0.9 * torch.finfo(dtype).max).to(dtype)
@@ -137,6 +168,14 @@ def sums_that_overflow(name: str, dtype: torch.dtype) -> Example:
     }[name]()
 
 
+def hidden_that_overflow(name: str, dtype: torch.dtype) -> Example:
+    """g and u whose product has no place in the type of the layer, in the first of two tokens, and a small down."""
+    x = torch.tensor([[1.0, 1.0], [2.0**-8, 0.0]], dtype=dtype)
+    gate_up = torch.full((1, 4, 2), 2.0 ** math.ceil(math.log2(torch.finfo(dtype).max) / 2), dtype=dtype)
+    indices, weights = torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 1, dtype=dtype if dtype == F64 else F32)
+    return (x, gate_up, torch.full((1, 2, 2), 2.0**-12, dtype=dtype), indices, weights), (x,)
+
+
 SUMS = ("embedding", "embedding_bag[mean]", "take_along_axis", "moe.dispatch", "moe.combine", "cross_entropy")
 
 EXAMPLES: list[tuple[Callable[[str, torch.dtype], Example], str, torch.dtype]] = [
@@ -146,11 +185,14 @@ EXAMPLES: list[tuple[Callable[[str, torch.dtype], Example], str, torch.dtype]] =
     (subnormal_slope, "gate", F64),
     *((subnormal_share, name, F32) for name in ("moe.load_balancing_loss", "moe.z_loss")),
     *((large_logits, "cross_entropy", kind) for kind in (F32, BF16)),
+    (large_gradient, "cross_entropy", F64),
+    *((make, "linear_cross_entropy", F32) for make in (logits_that_overflow, subnormal_weights)),
     (subnormal_state, "gated_delta_step", F32),
     (subnormal_keys, "carry", F32),
     (subnormal_inverse, "recompute_w_u", F32),
-    *((make, "gated_delta_rule", F32) for make in (zero_strengths, subnormal_decayed_keys)),
+    *((make, "gated_delta_rule", F32) for make in (zero_strengths, subnormal_decayed_keys, subnormal_scores)),
     (capped_logits, "linear_cross_entropy[sum, smoothing, z_loss, softcap]", F32),
+    *((hidden_that_overflow, "moe.experts", kind) for kind in (F32, BF16, F16)),
     *((sums_that_overflow, name, kind) for name in SUMS for kind in (F32, BF16)),
 ]
 
@@ -167,3 +209,10 @@ def test_promises_hold_where_digits_are_lost(
     except Unsupported as reason:  # a stage, or a type, without kernels
         pytest.skip(str(reason))
     assert all(error.holds for error in found.values()), {name: str(error) for name, error in found.items()}
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(F32, 1e25), (F64, 1e160)])
+def test_a_loss_is_a_number_where_the_square_of_logits_has_no_place(dtype: torch.dtype, size: float) -> None:
+    logits = torch.tensor([[1.0, 0.5], [0.25, 1.0]], dtype=dtype) * size
+    loss = cross_entropy(logits, torch.tensor([0, 1]), z_loss=1.0 / size)
+    torch.testing.assert_close(loss, torch.tensor(size, dtype=dtype))

@@ -97,8 +97,9 @@ def losses_error(rows: Rows, loss: Loss, arithmetic: Arithmetic) -> tuple[Tensor
         value = -(1 - loss.label_smoothing) * log_probability + loss.label_smoothing * (rows.size - mean)
     else:
         value = -log_probability
-    square = loss.z_loss * rows.size.square()
-    of_loss = of_loss + loss.z_loss * (2 * rows.size.abs() * rows.size_error + rows.size_error.square())
+    square = loss.z_loss * rows.size * rows.size
+    if loss.z_loss:
+        of_loss = of_loss + loss.z_loss * (2 * rows.size.abs() + rows.size_error) * rows.size_error
     of_loss = of_loss + 6 * u * (value.abs() + square) + 4 * arithmetic.smallest
     zero = torch.zeros_like(of_loss)
     return torch.where(rows.counted, SECOND_ORDER * of_loss, zero), torch.where(rows.counted, of_log, zero)
@@ -119,8 +120,9 @@ def reduced_error(of_tokens: Tensor, losses: Tensor, counted: Tensor, loss: Loss
 def losses_of(rows: Rows, loss: Loss) -> Tensor:
     """Each token's loss, of rows whose cap is applied."""
     log_probability = rows.z.gather(-1, rows.target[..., None])[..., 0] - rows.size
-    value = -(1 - loss.label_smoothing) * log_probability + loss.z_loss * rows.size.square()
-    value = value + loss.label_smoothing * (rows.size - rows.z.mean(-1))
+    value = -(1 - loss.label_smoothing) * log_probability + loss.z_loss * rows.size * rows.size
+    if loss.label_smoothing:
+        value = value + loss.label_smoothing * (rows.size - rows.z.mean(-1))
     return torch.where(rows.counted, value, 0.0)
 
 
@@ -147,7 +149,9 @@ def slopes_and_error(g: Tensor, h: Tensor, rows: Rows, loss: Loss, arithmetic: A
     fixed = label * (h - g * (1 - loss.label_smoothing)) - g * loss.label_smoothing / classes
     magnitude = label * (h.abs() + g.abs()) + g.abs() * loss.label_smoothing / classes
     value = of_p * p + fixed
-    error = factor * of_p_itself + g.abs() * 2 * loss.z_loss * of_size * (p + of_p_itself)
+    error = factor * of_p_itself
+    if loss.z_loss:
+        error = error + g.abs() * (2 * loss.z_loss * of_size * (p + of_p_itself))
     # What is below the smallest normal number is rounded by up to half of η; g, by way of 1 + 2λL, by more.
     error = error + 10 * u * (factor * p + magnitude) + arithmetic.tiny * (10 + 2 * loss.z_loss * size.abs())
     if loss.softcap:
@@ -156,6 +160,9 @@ def slopes_and_error(g: Tensor, h: Tensor, rows: Rows, loss: Loss, arithmetic: A
         steep = steep.nan_to_num(nan=SECOND_ORDER).clamp_max(SECOND_ORDER)  # both slopes are between 0 and 1
         error = error * (rows.slope + steep) + value.abs() * steep + arithmetic.tiny
         value = value * rows.slope
+    # Nothing is known of logits that may have overflowed, nor where factors of p or of the label do.
+    known = of_exponent.isfinite() & (SECOND_ORDER * (factor + magnitude) < arithmetic.largest)
+    error = error.masked_fill(~known, torch.inf)
     zero = torch.zeros_like(value)
     counted = rows.counted[..., None]
     return torch.where(counted, value, zero), torch.where(counted, SECOND_ORDER * error, zero)

@@ -96,7 +96,8 @@ def cap(x: Tensor, softcap: float, needs_slope: bool, overwrite: bool) -> tuple[
 
 
 _SMALLEST = {kind: torch.finfo(kind).smallest_normal for kind in (torch.float32, torch.float64)}
-"""Of the wide types."""
+_ROOTS = {torch.float32: 1e18, torch.float64: 1e150}
+"""Of the wide types: the smallest normal numbers, and numbers whose squares they have."""
 
 
 class RowResults(NamedTuple):
@@ -130,7 +131,9 @@ def row_results(z: Tensor, tokens: Tokens, loss: Loss, into: Tensor | None = Non
     if mean is not None:
         losses = (1 - loss.label_smoothing) * losses + loss.label_smoothing * (size - mean)
     if loss.z_loss:
-        losses = losses + loss.z_loss * size.square()
+        # The square of a large L may overflow where its product with z_loss does not.
+        square = torch.where(size.abs() < _ROOTS[z.dtype], loss.z_loss * size.square(), loss.z_loss * size * size)
+        losses = losses + square
     return RowResults(losses, chosen, size, p)
 
 

@@ -33,7 +33,9 @@ def cross_entropy(
     z = torch.where(counted[..., None], capped(logits, softcap), 0.0)
     size = torch.logsumexp(z, -1)
     chosen = z.gather(-1, target[..., None])[..., 0] - size
-    losses = -(1 - label_smoothing) * chosen + label_smoothing * (size - z.mean(-1)) + z_loss * size.square()
+    losses = -(1 - label_smoothing) * chosen + z_loss * size * size
+    if label_smoothing:
+        losses = losses + label_smoothing * (size - z.mean(-1))
     losses = torch.where(counted, losses, 0.0)
     log_probabilities = torch.where(counted, chosen, 0.0)
     number = counted.sum().clamp_min(1)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from adjoint.core.guarantee import spacing
+from adjoint.core.guarantee import overflow_threshold, spacing
 from adjoint.core.problem import wide_dtype
 from adjoint.ops.loss import bounds, reference
 from adjoint.ops.loss.arguments import Loss
@@ -81,12 +81,18 @@ def _rows(tokens: Tokens, weight: Tensor, bias: Tensor | None, loss: Loss, linea
     """The logits, as a plan has them."""
     u, element, hidden = linear.arithmetic.u, linear.arithmetic.element, tokens.hidden
     product = hidden @ weight.T
-    error = of_sum(weight.shape[1], u) * (hidden.abs() @ weight.abs().T) + linear.arithmetic.smallest
+    sizes = hidden.abs() @ weight.abs().T
+    error = of_sum(weight.shape[1], u) * sizes + linear.arithmetic.smallest
     if linear.rounding.logits and element.itemsize == 2:
-        error = error + spacing(product.abs() + error, element) / 2
+        rounded = product.abs() + error
+        error = error + spacing(rounded, element) / 2
+        error = error.masked_fill(rounded >= overflow_threshold(element), torch.inf)
     x = product if bias is None else product + bias
     if bias is not None:
         error = error + 2 * u * (x.abs() + error)
+        sizes = sizes + bias.abs()
+    known = sizes < linear.arithmetic.largest  # no sum overflows on its way
+    x, error = torch.where(known, x, 0.0), torch.where(known, error, torch.inf)
     return bounds.rows_of(x, error, tokens.target, tokens.counted, loss, linear.arithmetic)
 
 
@@ -131,31 +137,36 @@ def linear_bound(loss: Loss, linear_of: Callable[[int, int], Linear], output: st
         tokens = Tokens.of(hidden, labels, loss, upstream)
         scale, terms = tokens.scale(linear), weight.shape[0] if output == "dhidden" else labels.numel()
 
-        def of_block(block: Tokens) -> tuple[Tensor, Tensor]:
-            """What a block gives of the gradient, and the errors of the slopes and of their sum."""
+        def of_block(block: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+            """What a block gives of the gradient, the errors of the slopes and of their sum, and its terms' sizes."""
             rows = _rows(block, weight, bias, loss, linear)
             value, error = bounds.slopes_and_error(block.g, block.h, rows, loss, arithmetic)
             if linear.rounding.slopes and arithmetic.element.itemsize == 2:
                 of_slopes = _rounding(value.abs() + error, scale, linear)
                 error = error + torch.where(block.counted[:, None], of_slopes, 0.0)
-            error = error + of_sum(terms, arithmetic.u) * (value.abs() + error)
+            size = value.abs() + error
+            error = error + of_sum(terms, arithmetic.u) * size
             if output == "dhidden":
-                return value @ weight, error @ weight.abs()
+                return value @ weight, error @ weight.abs(), size @ weight.abs()
             if output == "dweight":
-                return value.T @ block.hidden, error.T @ block.hidden.abs()
-            return value.sum(0), error.sum(0)
+                return value.T @ block.hidden, error.T @ block.hidden.abs(), size.T @ block.hidden.abs()
+            return value.sum(0), error.sum(0), size.sum(0)
 
         found = (of_block(block) for block in tokens.blocks(weight.shape[0]))
         if output == "dhidden":
-            exact, limit = (torch.cat(each).view(hidden.shape) for each in zip(*found, strict=True))
+            exact, limit, sizes = (torch.cat(each).view(hidden.shape) for each in zip(*found, strict=True))
         else:
-            exact, limit = next(found)
-            for more, error in found:
+            exact, limit, sizes = next(found)
+            for more, error, size in found:
                 exact += more
                 limit += error
-        limit = limit + 6 * arithmetic.u * exact.abs() + 4 * arithmetic.smallest
+                sizes += size
+        # What is kept is for a loss whose gradient is 1: what underflows of it is multiplied by the gradient there is.
+        lost = 4 * arithmetic.smallest * (1 + upstream[0].abs().amax() if linear.is_kept else 1)
+        limit = limit + 6 * arithmetic.u * exact.abs() + lost
         if output == "dhidden" and linear.is_kept and arithmetic.element == torch.bfloat16:
             limit = limit + _rounding(exact.abs() + limit, 1.0, linear)
-        return bounds.rounded(exact, limit, arithmetic.element, wide)
+        limit = bounds.rounded(exact, limit, arithmetic.element, wide)
+        return torch.where(sizes < arithmetic.largest, limit, torch.inf)  # a sum may overflow on its way
 
     return backward if output.startswith("d") else forward

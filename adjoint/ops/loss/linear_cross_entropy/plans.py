@@ -95,7 +95,8 @@ def _guarantee(problem: Problem, plan: str) -> dict[str, Guarantee]:
         per_token = name == "log_probabilities" or (name == "loss" and loss.reduction == "none")
         per_token |= name == "dhidden" and loss.reduction != "mean" and not is_scaled
         domain = "finite logits" + (" in the range of float16" if dtype == torch.float16 and plan == "vendor" else "")
-        domain += ", whose losses have a sum in the range of the accumulator" if name == "loss" else ""
+        domain += ", else the bound of what they reach is infinite"
+        domain += "; losses with a sum in the range of the accumulator" if name == "loss" else ""
         domain += TOKENS_IN_ORDER if ours and not per_token else _BY_THREADS if repeats and not ours else ""
         return Guarantee(
             repeatable=repeats,

@@ -1,7 +1,8 @@
 """How far the expert layer may be from the exact one, evaluated in float64 for the very inputs: see docs/experts.md.
 
 Every number has a bound of its own. The error of a product has the errors of its operands and that of its sum. A number
-that is rounded to 16 bits on the way has a further error of half a unit in the last place.
+that is rounded to 16 bits on the way has a further error of half a unit in the last place. What may overflow on the
+way, and all that it reaches, has an infinite bound.
 """
 
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from adjoint.core.guarantee import spacing
+from adjoint.core.guarantee import overflow_threshold, spacing
 from adjoint.core.problem import wide_dtype
 
 SECOND_ORDER = 1.01
@@ -60,6 +61,7 @@ class Bounds:
         self.u = torch.finfo(self.wide).eps / 2 * (2 if element == torch.float64 else 1)
         self.silu, self.slope, self.growth = SILU[element.itemsize == 2]
         self.tiny = SMALLEST_NORMAL[self.wide]  # the most that a number may lose by underflow
+        self.largest = torch.finfo(self.wide).max
 
     # ------------------------------------------------------------------------------------------- steps
 
@@ -69,6 +71,10 @@ class Bounds:
         if kind == self.wide:
             return value
         return value._replace(error=value.error + spacing(value.size, kind) / 2)
+
+    def kept(self, value: Value) -> Value:
+        """Rounded on the way to a result: what may have become infinite may be off by anything."""
+        return _in_range(self.stored(value), value.size, overflow_threshold(self.element))
 
     def product(self, left: Value, right: Tensor) -> Value:
         """left · right, [m, n] · [n, p], where right is exact.
@@ -80,16 +86,19 @@ class Bounds:
         size = right.abs()
         underflow = self.tiny * (1 + size.sum(0) + left.size.sum(1, keepdim=True))
         error = left.error @ size + share * (left.size @ size) + underflow
-        return Value(left.exact @ right, error)
+        return _in_range(Value(left.exact @ right, error), left.size @ size, self.largest)
 
     def times(self, *factors: Value, roundings: int = 1) -> Value:
         """The product of values, with a rounding for each operation. Underflows are multiplied by the other factors."""
         exact, size, most = factors[0].exact, factors[0].size, factors[0].size
+        some = size.clamp_min(1)  # the largest product of some of them, which are multiplied in any order
         for factor in factors[1:]:
             exact, size, most = exact * factor.exact, size * factor.size, torch.maximum(most, factor.size)
+            some = some * factor.size.clamp_min(1)
         error = size - exact.abs() + SECOND_ORDER * (len(factors) + roundings) * self.u * size
         # The difference of two nearly equal float64 numbers has an error as large as their roundings.
-        return Value(exact, error.clamp_min(0) + 2.0**-50 * size + self.tiny * (1 + most) ** (len(factors) - 1))
+        error = error.clamp_min(0) + 2.0**-50 * size + self.tiny * (1 + most) ** (len(factors) - 1)
+        return _in_range(Value(exact, error), some, self.largest)
 
     def _of_gate(self, gate: Value) -> tuple[Value, Value]:
         """silu and its slope of a gate, where |silu'| ≤ 1.1 and |silu''| ≤ ½ everywhere."""
@@ -105,7 +114,7 @@ class Bounds:
 
     def _rows(self, x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, weights: Tensor, expert: int) -> Rows:
         token, slot = (indices == expert).nonzero(as_tuple=True)
-        both = self.stored(self.product(_exact(x[token]), gate_up[expert].T))
+        both = self.kept(self.product(_exact(x[token]), gate_up[expert].T))
         inner = down.shape[2]
         gate, up = (Value(*(part[:, piece] for part in both)) for piece in (slice(inner), slice(inner, None)))
         silu, _ = self._of_gate(gate)
@@ -118,7 +127,8 @@ class Bounds:
             exact.index_add_(0, token, rows.exact)
             error.index_add_(0, token, rows.error)
             size.index_add_(0, token, rows.size)
-        return Value(exact, error + SECOND_ORDER * (slots + 1) * self.u * size + self.tiny)
+        error = error + SECOND_ORDER * (slots + 1) * self.u * size + self.tiny
+        return _in_range(Value(exact, error), size, self.largest)
 
     # ----------------------------------------------------------------------------------------- results
 
@@ -126,7 +136,7 @@ class Bounds:
         terms = []
         for expert in range(down.shape[0]):
             rows = self._rows(x, gate_up, down, indices, weights, expert)
-            result = self.stored(self.product(self.stored(rows.hidden), down[expert].T))
+            result = self.kept(self.product(self.kept(rows.hidden), down[expert].T))
             terms.append((rows.token, self.times(result, _exact(rows.weight))))
         return self.stored(self._sum_of_slots(terms, x, indices.shape[1])).error
 
@@ -140,21 +150,21 @@ class Bounds:
             rows = self._rows(x, gate_up, down, indices, weights, expert)
             upstream = dy[rows.token]
             if name == "ddown":
-                scaled = self.stored(self.times(rows.hidden, _exact(rows.weight)))
+                scaled = self.kept(self.times(rows.hidden, _exact(rows.weight)))
                 bound[expert] = self.stored(_transposed(self.product(_transposed(scaled), upstream))).error
                 continue
             dh = self.product(_exact(upstream), down[expert])
-            dh = self.stored(dh) if self.rounds_dh else dh
+            dh = self.kept(dh) if self.rounds_dh else dh
             if name == "dweights":
                 products = self.times(rows.hidden, dh)
                 share = SECOND_ORDER * (down.shape[2] + 4) * self.u
                 error = products.error.sum(1) + share * products.size.sum(1) + self.tiny
-                total = Value(products.exact.sum(1), error)
+                total = _in_range(Value(products.exact.sum(1), error), products.size.sum(1), self.largest)
                 bound[rows.token, rows.slot] = self.stored(total, self.weight).error
                 continue
             both = self._through_gate(rows, dh)
             if name == "dx":
-                terms.append((rows.token, self.stored(self.product(both, gate_up[expert]))))
+                terms.append((rows.token, self.kept(self.product(both, gate_up[expert]))))
             else:
                 bound[expert] = self.stored(self.product(_transposed(both), x[rows.token])).error
         return self.stored(self._sum_of_slots(terms, x, indices.shape[1])).error if name == "dx" else bound
@@ -165,7 +175,12 @@ class Bounds:
         weight = _exact(rows.weight)
         of_gate = self.times(dh, weight, rows.up, slope, roundings=4)
         of_up = self.times(dh, weight, rows.silu, roundings=3)
-        return self.stored(Value(*(torch.cat(pair, 1) for pair in zip(of_gate, of_up, strict=True))))
+        return self.kept(Value(*(torch.cat(pair, 1) for pair in zip(of_gate, of_up, strict=True))))
+
+
+def _in_range(value: Value, size: Tensor, largest: float) -> Value:
+    """A value whose error is unknown where what it is made of may be larger than the largest number."""
+    return value._replace(error=torch.where(size < largest, value.error, torch.inf))  # NaN is not smaller either
 
 
 def _exact(tensor: Tensor) -> Value:

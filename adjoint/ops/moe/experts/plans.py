@@ -104,6 +104,7 @@ The roundings of the forward are g and u, h, each row's result, and the sum of s
 dgu or w·h, each row's result, and the sum of slots."""
 
 
+_DOMAIN = "finite inputs; where a number on the way may overflow, the bound of what it reaches is infinite"
 _BY_THREADS = "; equal bits for equal numbers of threads"
 
 
@@ -127,7 +128,7 @@ def guarantee(
             roundings=roundings + (rounds_dh and has_dh),
             error=Derived(words, bounds.y if is_forward else partial(bounds.gradient, name)),
             recorded=Empirical(CEILINGS[element], _CASES[element]),
-            domain="finite inputs whose products do not overflow" + (f"; {order}" if ours else _BY_THREADS * repeats),
+            domain=_DOMAIN + (f"; {order}" if ours else _BY_THREADS * repeats),
             special_values="as the products and sums give them, in the tokens and experts they reach",
             out_of_range=f"an index out of range adds nothing and has no gradient, and is {REPORTED}",
         )

@@ -42,5 +42,5 @@ def experts_backward(
         dboth = torch.cat((dh * u * sigma * (1 + g * (1 - sigma)), dh * g * sigma), 1)
         dx.index_add_(0, t, dboth @ gate_up[e])
         dgate_up[e] = dboth.T @ x[t]
-        ddown[e] = (weights[t, j][:, None] * dy[t]).T @ h
+        ddown[e] = dy[t].T @ (weights[t, j][:, None] * h)
     return dx, dgate_up, ddown, dweights

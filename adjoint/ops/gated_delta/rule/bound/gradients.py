@@ -186,7 +186,12 @@ class TokenGradients:
         error = error + since.flip(-1).cumsum(-1).flip(-1) + until.cumsum(-1)
         over_state = a.sum_of(self.v.shape[-1] + c.k.shape[-1]) + a.gradient_product
         lost = over_state * c.over.unsqueeze(-1) + c.start_error[..., -1:]
-        return error + lost * (self.S_rows * self.dS_rows).sum(-1, keepdim=True)
+        error = error + lost * (self.S_rows * self.dS_rows).sum(-1, keepdim=True)
+        # Of three factors and a decay the product of some may underflow, and the others are large.
+        S, dS = (1 + x.sum(-1, keepdim=True) for x in (self.S_rows, self.dS_rows))
+        terms = (abs(c.scale) * self.upstream * (1 + q_abs.sum(-1)) + self.Y_size) * S + self.new_size * dS
+        pairs = (abs(c.scale) * self.upstream + self.Y_size).sum(-1, keepdim=True) * self.new_size.sum(-1, keepdim=True)
+        return error + FLUSHED * (S + dS + terms.sum(-1, keepdim=True) + pairs)
 
     def _rows_of_Y_S(self) -> Tensor:
         """The magnitudes |Ŝ Ŷ_t|, number by number."""
