@@ -107,6 +107,16 @@ def _rows(tokens: tuple[int, ...], classes: int, dtype: torch.dtype, apart: bool
     return _gradients(loss, [logits])
 
 
+def _large_rows() -> Any:
+    """Rows of one class, whose L is its logit: L² overflows or nearly does, and z_loss·L² does not."""
+    logits = _leaf(edges.LAYOUTS[""](torch.tensor([1e18, 1.2e18, 1.3e18, -2e19, 3e19])[:, None]))
+    labels = edges.LAYOUTS[""](torch.zeros(5, dtype=torch.int64))
+    triton = Preference(backend="triton")
+    return _gradients(
+        adjoint.cross_entropy(logits, labels, z_loss=3e-25, reduction="none", preference=triton), [logits]
+    )
+
+
 def _linear(
     plan: str, tokens: tuple[int, ...], columns: int, classes: int, dtype: torch.dtype, bias: bool = False,
     frozen: str = "", in_one_block: bool = False, upstream: float = 1.0, **options: Any,
@@ -180,6 +190,7 @@ def _calls_of_rows() -> Iterator[Callable[[], tuple[Tensor, ...]]]:
     yield partial(_rows, (3, 5), 77, FLOAT32, shift=True, **NONE)
     yield partial(_rows, (2, 3, 4), 131, FLOAT32, apart=True, label_smoothing=0.3, z_loss=0.2)
     yield partial(_rows, (2,), 40, FLOAT32)  # one token that counts
+    yield _large_rows
     yield partial(_outputs_of_rows, (3, 5), 40)
     yield partial(_wrong_label, 4, 40)
     yield partial(_wrong_label, 8, -1, shift=True)

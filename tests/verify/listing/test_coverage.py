@@ -182,6 +182,9 @@ ON_HOPPER = {
 }
 """Plans that no CPU has."""
 
+NOT_IN_THE_INTERPRETER = {("cross_entropy_backward_kept", "eager")}
+"""Plans of a form of a call that is for plain PyTorch on the CPU; the tests without the interpreter check them."""
+
 
 @pytest.mark.kernels
 @in_the_interpreter
@@ -189,7 +192,7 @@ def test_every_plan_has_a_case() -> None:
     """An operator, or a plan, that no subject's cases reach would promise what nothing checks."""
     made_by = {(promise.operator, promise.plan) for promise in made("cpu")}
     every = {(operator.name, plan.name) for operator in package_operators().values() for plan in operator.candidates()}
-    assert every - made_by == ON_HOPPER
+    assert every - made_by == ON_HOPPER | NOT_IN_THE_INTERPRETER
 
 
 @pytest.fixture
