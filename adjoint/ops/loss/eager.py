@@ -110,7 +110,7 @@ class RowResults(NamedTuple):
 
 
 def row_results(z: Tensor, tokens: Tokens, loss: Loss, into: Tensor | None = None) -> RowResults:
-    """Of rows of logits, whether they count or not; p lies in memory of its own, or in other memory, that of z too.
+    """The results of all rows of logits, also of those that do not count. p is written to `into`, which may be z.
 
     An exponential is computed once: a row's L is that of any of its classes, z − log p. On the CPU it is the label's
     class, unless p is below the smallest normal number there; otherwise it is the likeliest class.
@@ -281,8 +281,9 @@ def forward_plain(
     if with_slopes:
         slopes = empty(0)
         if keep:
-            own = loss.ignore_index, reduction_of(loss), plain.is_whole
-            slopes = plain_slopes(logarithms, target, plain.number, *own).view(logits.shape)
+            slopes = plain_slopes(
+                logarithms, target, plain.number, loss.ignore_index, reduction_of(loss), plain.is_whole
+            ).view(logits.shape)
         return plain.value, empty(0), empty(0, dtype=torch.int32), empty(0), plain.kept_count, slopes
     # L = z_y − log p_y, and 0 where a token does not count: torch's loss of each is −log p_y, or 0.
     of_each = [torch.ops.aten.nll_loss.default(x, target, None, _NONE, loss.ignore_index) for x in (logarithms, rows)]
@@ -312,19 +313,19 @@ def forward(logits: Tensor, labels: Tensor, loss: Loss, fault: Fault, outputs: t
     losses = [count.new_empty(0)]
     g = reciprocal_of(count, len(rows), loss)
     for block in row_blocks(*rows.shape):
-        own, x = tokens.part(block), part(rows, block)
+        of_block, x = tokens.part(block), part(rows, block)
         memory = part(into, block) if slopes.numel() else None
         if memory is not None and memory.dtype != x.dtype:
             x = memory.copy_(x)
         z, slope, is_own = widened(x, count.dtype, loss.softcap, memory is not None)
-        results = row_results(z, own, loss, z if memory is None and is_own else memory)
-        losses.append(own.keep(results.losses))
+        results = row_results(z, of_block, loss, z if memory is None and is_own else memory)
+        losses.append(of_block.keep(results.losses))
         if sizes.numel():
-            part(sizes, block).copy_(own.keep(results.sizes))
+            part(sizes, block).copy_(of_block.keep(results.sizes))
         if slopes.numel():
-            row_slopes(results.p, slope, own, results.sizes, None if g is None else part(g, block), None, loss)
+            row_slopes(results.p, slope, of_block, results.sizes, None if g is None else part(g, block), None, loss)
         if loss.log_probabilities:
-            log_probabilities.view(-1)[block] = own.keep(results.log_probabilities)
+            log_probabilities.view(-1)[block] = of_block.keep(results.log_probabilities)
         del x, z, slope, results  # before the next block takes memory
     write_loss(losses[1] if len(losses) == 2 else torch.cat(losses), count, loss, out)
 
