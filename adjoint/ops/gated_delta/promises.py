@@ -20,7 +20,10 @@ DOMAIN = (
     "square them, are too small"
 )
 
-RESETS = "a g of −inf multiplies the state with 0, which NaN and infinities in it survive; dg is 0 there"
+RESETS = (
+    "a g of −inf multiplies the state with 0, which NaN and infinities in it survive; dg is 0 there if nothing else is "
+    "NaN or infinite"
+)
 """Words about special values, for the whole op and for a step."""
 
 CHECKED = "inside adjoint.checked(), so are NaN in g, beta outside [0, 1] and keys that make the state grow"
