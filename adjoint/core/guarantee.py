@@ -99,7 +99,7 @@ class Derived:
         bound = self.bound(*inputs)
         error = rounding_error(output, exact)
         if self.axes:
-            error = error.flatten(-self.axes).norm(dim=-1)
+            error = norm_of(error, self.axes)
         share = torch.where((error == 0) | bound.isposinf(), 0.0, error / bound)
         return Measurement(_largest(share), 1.0, "of the bound", self._of_expected(error, *inputs))
 
@@ -202,6 +202,16 @@ class Guarantee:
             if getattr(self, name):
                 lines.append(f"{name.replace('_', ' ')}: {getattr(self, name)}")
         return "\n".join(lines)
+
+
+def norm_of(x: Tensor, axes: int = 1) -> Tensor:
+    """The Euclidean norm over the last axes, of numbers too whose squares have no place in their type."""
+    flat = x.flatten(-axes)
+    if not flat.shape[-1]:
+        return flat.sum(-1)
+    largest = flat.abs().amax(-1, keepdim=True)
+    exponent = torch.where(largest.isfinite(), torch.frexp(largest).exponent, 0).clamp(-1000, 1000)
+    return torch.ldexp(torch.ldexp(flat, -exponent).norm(dim=-1), exponent.squeeze(-1))
 
 
 def spacing(exact: Tensor, dtype: torch.dtype) -> Tensor:

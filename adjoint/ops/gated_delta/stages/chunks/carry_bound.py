@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from adjoint.core.guarantee import norm_of
 from adjoint.ops.gated_delta.stages.in_chunks import Chunks, state_count
 
 SLACK = 1.02
@@ -48,10 +49,10 @@ class CarryBound:
         self.over = last[..., 0].exp()
         self.over_error = self.over * (4 * last[..., 0].abs() + 10) * self.u + self.tiny
         self.faded = self.end.unsqueeze(-1) * self.k
-        self.faded_error = self.end_error * self.k.norm(dim=-1) + self.tiny
+        self.faded_error = self.end_error * norm_of(self.k) + self.tiny
         eye = torch.eye(self.K, dtype=torch.float64, device=k.device)
         self.M = torch.linalg.matrix_norm(self.over[..., None, None] * eye - self.faded.mT @ self.w, 2) * (1 + 1e-12)
-        self.k_norm, self.w_norm = self.k.norm(dim=-1), self.w.norm(dim=-1)
+        self.k_norm, self.w_norm = norm_of(self.k), norm_of(self.w)
         self.state = state
         self._scan()
 
@@ -69,15 +70,15 @@ class CarryBound:
             sequences, at = chunks.at(step)
             S, E = current[sequences], error[sequences]
             self.S[at], self.S_error[at] = S, E
-            size = S.norm(dim=(-1, -2)) + E
+            size = norm_of(S, 2) + E
             values = self.U[at] - self.w[at] @ S
-            own = self._sum(self.K) * self.w_norm[at] * size.unsqueeze(-1) + 2 * self.u * self.U[at].norm(dim=-1)
+            own = self._sum(self.K) * self.w_norm[at] * size.unsqueeze(-1) + 2 * self.u * norm_of(self.U[at])
             own = own + self.tiny * self.V
             of_values = self.w_norm[at] * E.unsqueeze(-1) + own
             self.values[at], self.values_error[at] = values, of_values
             current[sequences] = self.over[at][..., None, None] * S + self.faded[at].mT @ values
-            total = values.norm(dim=-1) + of_values
-            error[sequences] = self._carried(at, E, size, own, total, self.faded[at].norm(dim=-1), current[sequences])
+            total = norm_of(values) + of_values
+            error[sequences] = self._carried(at, E, size, own, total, norm_of(self.faded[at]), current[sequences])
         self.final, self.final_error = current, error
 
     def _carried(
@@ -86,7 +87,7 @@ class CarryBound:
         """The error of a state after a chunk, whose rows have sizes `total` and, of their own, errors `own`."""
         lost = self.faded_error[at] * total + self._sum(self.chunk) * weights * total
         added = (weights * own + lost).sum(-1) + (self.over_error[at] + 3 * self.u * self.over[at]) * size
-        added = added + 3 * self.u * result.norm(dim=(-1, -2)) + self.tiny * (self.K * self.V) ** 0.5
+        added = added + 3 * self.u * norm_of(result, 2) + self.tiny * (self.K * self.V) ** 0.5
         return SLACK * (self.M[at] * E + added)
 
     # ----------------------------------------------------------------------------------------- results
@@ -106,7 +107,7 @@ class CarryBound:
         states = self.S_error.new_zeros(count, self.U.shape[1])
         states[self.chunks.state_places] = self.S_error
         return {
-            "values": self._tokens("values", self.values.norm(dim=-1), self.values_error, self.V),
+            "values": self._tokens("values", norm_of(self.values), self.values_error, self.V),
             "states": states,
             "final_state": self.final_error,
         }
@@ -121,21 +122,21 @@ class CarryBound:
             sequences, at = chunks.at(step)
             after, E = current[sequences], error[sequences]
             dS[at], dS_error[at] = after, E
-            size, weights = after.norm(dim=(-1, -2)) + E, self.faded[at].norm(dim=-1)
+            size, weights = norm_of(after, 2) + E, norm_of(self.faded[at])
             own = (self._sum(self.K) * weights + self.faded_error[at]) * size.unsqueeze(-1)
-            own = own + 2 * u * total[at].norm(dim=-1) + self.tiny * self.V
+            own = own + 2 * u * norm_of(total[at]) + self.tiny * self.V
             total[at] = total[at] + self.faded[at] @ after
             total_error[at] = weights * E.unsqueeze(-1) + own
-            rows, begin = total[at].norm(dim=-1) + total_error[at], of_begins[at]
+            rows, begin = norm_of(total[at]) + total_error[at], of_begins[at]
             before = self.over[at][..., None, None] * after - self.w[at].mT @ total[at] + begin
             lost = self._carried(at, E, size, own, rows, self.w_norm[at], before)
-            current[sequences], error[sequences] = before, lost + 2 * u * begin.norm(dim=(-1, -2))
+            current[sequences], error[sequences] = before, lost + 2 * u * norm_of(begin, 2)
         return self._of_tokens(total, total_error, dS, dS_error) | {"dstate": error}
 
     def _of_tokens(self, total: Tensor, total_error: Tensor, dS: Tensor, dS_error: Tensor) -> dict[str, Tensor]:
-        S_norm, dS_norm = self.S.norm(dim=(-1, -2)), dS.norm(dim=(-1, -2))
+        S_norm, dS_norm = norm_of(self.S, 2), norm_of(dS, 2)
         S_size, dS_size = S_norm + self.S_error, dS_norm + dS_error
-        rows, new = total.norm(dim=-1), self.values.norm(dim=-1)
+        rows, new = norm_of(total), norm_of(self.values)
         row_sizes, new_sizes = rows + total_error, new + self.values_error
 
         def each(x: Tensor) -> Tensor:
