@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.models.small import GRADIENTS
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -66,7 +68,7 @@ def test_a_block_that_computes_something_else_is_told_apart(tmp_path):
     assert rows["FLA"]["failed"] == "ImportError: FLA needs a GPU"
     assert rows["patched"]["ran"] == []
     assert rows["torch"]["ran"] == ["causal_conv1d_fn", "torch_chunk_gated_delta_rule"]
-    assert rows["torch"]["milliseconds"] > 0 and max(rows["torch"]["distances"].values()) < 1e-4
+    assert rows["torch"]["milliseconds"] > 0 and max(rows["torch"]["distances"].values()) <= GRADIENTS
 
     spoilt = (
         "make = block.text_model\n"

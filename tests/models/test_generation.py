@@ -177,12 +177,13 @@ def test_a_stream_gives_tokens_as_they_come() -> None:
 
 def test_probabilities_of_sampling() -> None:
     logits = torch.log(torch.tensor([[0.5, 0.1, 0.3, 0.1]]))
-    even = Sampling(1.0).probabilities(logits)
-    assert torch.allclose(even, logits.exp())
-    assert torch.allclose(Sampling(0.5).probabilities(logits), logits.exp().square() / logits.exp().square().sum())
-    assert torch.allclose(Sampling(1.0, top_k=2).probabilities(logits), torch.tensor([[0.625, 0, 0.375, 0]]))
+    largest_first = logits[:, [0, 2, 1, 3]]
+    two = largest_first[:, :2].softmax(-1)[:, [0, 0, 1, 0]] * torch.tensor([1, 0, 1, 0])
+    assert torch.equal(Sampling(1.0).probabilities(logits)[:, [0, 2, 1, 3]], largest_first.softmax(-1))
+    assert torch.equal(Sampling(0.5).probabilities(logits)[:, [0, 2, 1, 3]], (2 * largest_first).softmax(-1))
+    assert torch.equal(Sampling(1.0, top_k=2).probabilities(logits), two)
     assert Sampling(1.0, top_k=9).probabilities(logits).count_nonzero() == 4
-    assert torch.allclose(Sampling(1.0, top_p=0.6).probabilities(logits), torch.tensor([[0.625, 0, 0.375, 0]]))
+    assert torch.equal(Sampling(1.0, top_p=0.6).probabilities(logits), two)
     assert Sampling(1.0, top_p=1e-9).probabilities(logits).tolist() == [[1.0, 0, 0, 0]]
     assert Sampling(1.0, top_k=3, top_p=0.9).probabilities(logits).tolist()[0][3] == 0, "ties go to the lower id"
 
