@@ -48,6 +48,10 @@ SPECIAL_VALUES = (
     "a NaN or an infinity at a token reaches the outputs of that token and of the W − 1 after it, in its own channel "
     "and its own sequence; silu(−∞) = −0 and silu(+∞) = +∞"
 )
+SPECIAL_GRADIENTS = (
+    "a NaN or an infinity of a token, of a state or of a gradient reaches dx and the states' gradients of tokens up to "
+    "W − 1 away, in its own channel and its own sequence, and dweight and dbias of its channel"
+)
 OUT_OF_ORDER = (
     "cu_seqlens out of order are reported: at once on the CPU, by adjoint.check() on a GPU, where results are then "
     "unspecified, and nothing outside of the tensors is touched"
@@ -137,7 +141,7 @@ class Convolution:
             is_sum = name in ("dweight", "dbias")
             return self._guarantee(
                 bounds.arithmetic, on_kernels and not is_sum, error(name),
-                domain=DOMAIN + (ORDER if on_kernels and is_sum else ""),
+                domain=DOMAIN + (ORDER if on_kernels and is_sum else ""), special_values=SPECIAL_GRADIENTS,
             )  # fmt: skip
 
         state = "dstate" if self.is_step else "dinitial_state"
