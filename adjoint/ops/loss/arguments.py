@@ -115,9 +115,12 @@ def check_labels(op: str, labels: Tensor, like_name: str, like: Tensor, loss: Lo
     """Requires integers, one for each row of another tensor; with `shift`, at least one axis."""
     require_ids(op, "labels", labels, like_name, like)
     if labels.shape != like.shape[:-1]:
+        as_in_torch = labels.shape == like.shape[:1] + like.shape[2:]
         raise ArgumentError(
             f"{op}: labels must have the shape of {like_name} without its last axis, {tuple(like.shape[:-1])}, got "
             f"{tuple(labels.shape)}"
+            + f"; classes that are the second axis, as torch has them, become the last by {like_name}.movedim(1, -1)"
+            * as_in_torch
         )
     if loss.shift and labels.dim() == 0:
         raise ArgumentError(f"{op}: shift=True needs an axis of time, the last of labels, got labels without axes")

@@ -47,13 +47,14 @@ def tokens_of(labels: Tensor, classes: int, loss: Loss, fault: Fault) -> Tokens:
         has_ignored = 0 <= loss.ignore_index < classes and bool((labels == loss.ignore_index).any())
         if low >= 0 and high < classes and not has_ignored:
             return Tokens(labels.reshape(-1).long(), None)
+    labels = labels.long()  # torch would wrap an ignore_index that int32 does not have around to one of its labels
     used = labels != loss.ignore_index
     if loss.shift:
         used = used & (torch.arange(labels.shape[-1], device=labels.device) > 0)
     wrong = used & ((labels < 0) | (labels >= classes))
     report(fault, labels, wrong)
     counted = used & ~wrong
-    index = torch.where(counted, labels, 0).long()
+    index = torch.where(counted, labels, 0)
     if loss.shift:
         index, counted = (torch.cat((x[..., 1:], torch.zeros_like(x[..., :1])), -1) for x in (index, counted))
     return Tokens(index.reshape(-1), counted.reshape(-1))

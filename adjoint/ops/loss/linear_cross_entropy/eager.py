@@ -48,11 +48,12 @@ def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor, add: bool = False) -> None:
     """out = left·right, or on top of what is there; copied where the caller's memory begins elsewhere than torch's."""
-    if not add and out.dtype == left.dtype and begins_as_allocated(out):
+    if add:
+        out.add_(torch.mm(left, right))
+    elif out.dtype == left.dtype and begins_as_allocated(out):
         torch.mm(left, right, out=out)
     else:
-        product = torch.mm(left, right)
-        out.copy_(out + product if add else product)
+        out.copy_(torch.mm(left, right))
 
 
 def _add_products(
@@ -69,7 +70,7 @@ def _add_products(
         _multiply(slopes.T, rows if g is None else rows * g, of_weight, add=not is_first)
     if of_bias.numel():
         total = slopes.sum(0) if g is None else slopes.sum(0).mul_(g)
-        of_bias.copy_(total if is_first else of_bias + total)
+        of_bias.copy_(total) if is_first else of_bias.add_(total)
 
 
 def forward_plain(arguments: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
