@@ -2,8 +2,9 @@
 
 Code that imports `chunk_gated_delta_rule` and `fused_recurrent_gated_delta_rule` from `fla.ops.gated_delta_rule`
 switches by importing them from here: the names, order and defaults of the arguments are the same, and so is what is
-returned. An argument that cannot be honoured raises and is named; none is ignored that would change a result. What
-transformers' layers hand on to these functions beside their arguments (`use_cache`, `max_length_q`) changes none.
+returned. An argument that cannot be honoured raises and is named; none is ignored that would change a result by more
+than roundings: `chunk_size`, by which FLA divides its work, has no effect. What transformers' layers hand on to these
+functions beside their arguments (`use_cache`, `max_length_q`) changes none.
 
 Tensors are [batch, time, heads, size], and nothing in a shape shows that heads and time were exchanged: see
 `gated_delta_rule`. `head_first=True`, which older versions of FLA had, is refused.
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core.arguments import require_floating
+from adjoint.core.arguments import require_flag, require_floating, require_ids
 from adjoint.core.errors import ArgumentError, Unsupported
 from adjoint.core.problem import wide_dtype
 from adjoint.ops.gated_delta.packing import CHUNK
@@ -35,6 +36,9 @@ _OF_THE_CALLER = frozenset(
     )
 )  # fmt: skip
 """Keywords that transformers passes from layer to layer. They do not concern the rule, and FLA ignores them."""
+
+_CHUNK_SIZES = (16, 32, 64)
+"""The sizes that FLA takes. Its results differ by roundings alone, and ours are the same bits."""
 
 
 def chunk_gated_delta_rule(
@@ -62,28 +66,32 @@ def chunk_gated_delta_rule(
 
     Args:
         kwargs: `use_gate_in_kernel`, `A_log` and `dt_bias`, if g is the gate's raw input, from which
-            `adjoint.gated_delta.gate` computes the gate and its gradients; `chunk_size`, which must be 64;
-            `transpose_state_layout`, an older name of `state_v_first`; and `head_first`, which must be False.
+            `adjoint.gated_delta.gate` computes the gate and its gradients; `chunk_size`, which may be 16, 32 or 64, and
+            has no effect; `transpose_state_layout`, an older name of `state_v_first`; and `head_first`, which must be
+            False.
     """
     op = "chunk_gated_delta_rule"
-    _require_tensors(op, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
+    _require_tensors(op, cu_seqlens, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
     if cp_context is not None:
         raise Unsupported(f"{op}: cp_context, context parallelism, is not supported; leave it None")
-    chunk_size = kwargs.pop("chunk_size", CHUNK)
-    if chunk_size != CHUNK:
-        raise Unsupported(f"{op}: chunk_size must be {CHUNK}, which is part of the results' bits, got {chunk_size}")
+    if (chunk_size := kwargs.pop("chunk_size", CHUNK)) not in _CHUNK_SIZES:
+        raise ArgumentError(
+            f"{op}: chunk_size must be 16, 32 or 64, as in FLA, got {chunk_size!r}; it has no effect, because chunks "
+            f"have {CHUNK} tokens here"
+        )
     for name, value in (("cu_seqlens_cpu", cu_seqlens_cpu), ("chunk_indices", chunk_indices)):
         if value is not None and cu_seqlens is None:
             raise ArgumentError(f"{op}: {name} repeats what cu_seqlens says, which is None; give cu_seqlens")
     raw, A_log, dt_bias = (kwargs.pop(name, None) for name in ("use_gate_in_kernel", "A_log", "dt_bias"))
     state_v_first = _layout(op, state_v_first, kwargs)
+    final, normalize = _of_the_rule(op, output_final_state, use_qk_l2norm_in_kernel)
     _refuse(op, kwargs)
-    g, beta = _gates(op, g, beta, v, bool(raw), A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    g, beta = _gates(op, g, beta, v, raw, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     dtype, (q, k, v) = q.dtype, _in_one_dtype(q, k, v)
-    state = _state(initial_state, q, state_v_first)
+    state = _state(op, initial_state, q, v, cu_seqlens, state_v_first)
     o, final_state = gated_delta_rule(
         q, k, v, _as_gate(g, q), _as_gate(beta, q), scale=scale, initial_state=state, cu_seqlens=cu_seqlens,
-        output_final_state=output_final_state, normalize_qk=use_qk_l2norm_in_kernel,
+        output_final_state=final, normalize_qk=normalize,
     )  # fmt: skip
     return _as_before(o, q, dtype), _in_layout(final_state, state_v_first)
 
@@ -115,25 +123,26 @@ def fused_recurrent_gated_delta_rule(
     computed by chunks.
     """
     op = "fused_recurrent_gated_delta_rule"
-    _require_tensors(op, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
+    _require_tensors(op, cu_seqlens, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
     for name, value in (("gk", gk), ("gv", gv)):
         if value is not None:
             raise Unsupported(f"{op}: {name}, a decay of its own for every element of a head, is not supported")
     state_v_first = _layout(op, state_v_first, kwargs)
+    final, normalize = _of_the_rule(op, output_final_state, use_qk_l2norm_in_kernel)
     _refuse(op, kwargs)
     g, beta = _gates(op, g, beta, v, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     dtype, (q, k, v) = v.dtype, _in_one_dtype(q, k, v)
     g, beta = _as_gate(g, q), _as_gate(beta, q)
-    state = _state(initial_state, q, state_v_first)
+    state = _state(op, initial_state, q, v, cu_seqlens, state_v_first)
     if cu_seqlens is None and 1 <= q.shape[1] <= MAX_TOKENS:
         if state is None:
             sizes = q.shape[0], v.shape[2], q.shape[3], v.shape[3]
             state = torch.zeros(sizes, dtype=wide_dtype(q.dtype), device=v.device)
-        o, final = gated_delta_step(q, k, v, g, beta, state, scale=scale, normalize_qk=use_qk_l2norm_in_kernel)
-        return _as_before(o, q, dtype), _in_layout(final, state_v_first) if output_final_state else None
+        o, new_state = gated_delta_step(q, k, v, g, beta, state, scale=scale, normalize_qk=normalize)
+        return _as_before(o, q, dtype), _in_layout(new_state, state_v_first) if final else None
     o, final_state = gated_delta_rule(
-        q, k, v, g, beta, scale=scale, initial_state=state, cu_seqlens=cu_seqlens,
-        output_final_state=output_final_state, normalize_qk=use_qk_l2norm_in_kernel,
+        q, k, v, g, beta, scale=scale, initial_state=state, cu_seqlens=cu_seqlens, output_final_state=final,
+        normalize_qk=normalize,
     )  # fmt: skip
     return _as_before(o, q, dtype), _in_layout(final_state, state_v_first)
 
@@ -142,14 +151,29 @@ chunk_gdn = chunk_gated_delta_rule
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule
 
 
-def _require_tensors(op: str, **arguments: Tensor | None) -> None:
-    """Requires floating tensors. g, beta and the initial state may be absent."""
+def _require_tensors(op: str, cu_seqlens: Tensor | None, **arguments: Tensor | None) -> None:
+    """Requires floating tensors, and bounds of sequences. The bounds, g, beta and the initial state may be absent."""
     for name, value in arguments.items():
         if value is not None or name in ("q", "k", "v"):
             require_floating(op, name, value)  # type: ignore[arg-type]
     for name in ("q", "k", "v"):
         if (x := arguments[name]) is not None and x.dim() != 4:
             raise ArgumentError(f"{op}: {name} must be [batch, time, heads, size], got shape {tuple(x.shape)}")
+    if cu_seqlens is not None:
+        require_ids(op, "cu_seqlens", cu_seqlens, "q", arguments["q"])  # type: ignore[arg-type]
+
+
+def _flag(op: str, name: str, value: bool | None) -> bool:
+    """A flag. None is False, as in FLA: its layers hand on `use_cache=None` as `output_final_state`."""
+    return value is not None and require_flag(op, name, value)
+
+
+def _of_the_rule(op: str, output_final_state: bool | None, use_qk_l2norm_in_kernel: bool | None) -> tuple[bool, bool]:
+    """The two flags that the rule has under other names."""
+    return (
+        _flag(op, "output_final_state", output_final_state),
+        _flag(op, "use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
+    )
 
 
 def _refuse(op: str, kwargs: dict[str, Any]) -> None:
@@ -165,12 +189,13 @@ def _refuse(op: str, kwargs: dict[str, Any]) -> None:
 
 def _layout(op: str, state_v_first: bool, kwargs: dict[str, Any]) -> bool:
     """Whether states are [V, K]. The option may have its older name, but not both names."""
+    v_first = _flag(op, "state_v_first", state_v_first)
     if "transpose_state_layout" not in kwargs:
-        return bool(state_v_first)
-    if state_v_first:
+        return v_first
+    if v_first:
         raise ArgumentError(f"{op}: transpose_state_layout is an older name of state_v_first; give one of them")
     warnings.warn("transpose_state_layout is an older name of state_v_first", DeprecationWarning, stacklevel=3)
-    return bool(kwargs.pop("transpose_state_layout"))
+    return _flag(op, "transpose_state_layout", kwargs.pop("transpose_state_layout"))
 
 
 def _gates(
@@ -178,16 +203,18 @@ def _gates(
     g: Tensor | None,
     beta: Tensor | None,
     v: Tensor,
-    raw: bool,
+    raw: bool | None,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
-    logits: bool,
-    doubled: bool,
+    logits: bool | None,
+    doubled: bool | None,
 ) -> tuple[Tensor, Tensor]:
     """g itself, 0 if it is None, or −e^{A_log}·softplus(g + dt_bias); and beta itself, 1, σ(beta) or 2·σ(beta).
 
     If g is not raw, A_log and dt_bias have no effect, as in FLA.
     """
+    raw, logits = _flag(op, "use_gate_in_kernel", raw), _flag(op, "use_beta_sigmoid_in_kernel", logits)
+    doubled = _flag(op, "allow_neg_eigval", doubled)
     if doubled and not logits:
         raise ArgumentError(f"{op}: allow_neg_eigval=True goes with use_beta_sigmoid_in_kernel=True")
     if logits:
@@ -195,6 +222,7 @@ def _gates(
     if raw:
         g = _needed(op, "use_gate_in_kernel", "g, the gate's raw input", g)
         A_log = _needed(op, "use_gate_in_kernel", "A_log", A_log)
+        require_floating(op, "A_log", A_log)
         bias = torch.zeros_like(A_log) if dt_bias is None else dt_bias
         if logits and beta is not None and beta.dtype == g.dtype:
             g, beta = gate(g, beta, A_log, bias)
@@ -232,9 +260,19 @@ def _as_gate(x: Tensor, q: Tensor) -> Tensor:
     return x if x.dtype in (q.dtype, torch.float32) else x.to(torch.promote_types(torch.float32, q.dtype))
 
 
-def _state(state: Tensor | None, q: Tensor, state_v_first: bool) -> Tensor | None:
+def _state(
+    op: str, state: Tensor | None, q: Tensor, v: Tensor, cu_seqlens: Tensor | None, state_v_first: bool
+) -> Tensor | None:
+    """The initial state as the rule takes it. Its shape is checked here, where the layout is the caller's."""
     if state is None:
         return None
+    sequences, K, V = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1, q.shape[3], v.shape[3]
+    shape = sequences, v.shape[2], *((V, K) if state_v_first else (K, V))
+    if state.shape != shape:
+        layout = "V, K], as state_v_first=True says," if state_v_first else "K, V],"
+        raise ArgumentError(
+            f"{op}: initial_state must have shape {shape}, [sequences, value heads, {layout} got {tuple(state.shape)}"
+        )
     return (state.mT if state_v_first else state).to(wide_dtype(q.dtype))
 
 

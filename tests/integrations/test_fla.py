@@ -1,6 +1,7 @@
 """The signatures of flash-linear-attention: the same arguments, and what they mean."""
 
 import inspect
+import re
 
 import pytest
 import torch
@@ -200,6 +201,40 @@ def test_no_gates_at_all() -> None:
     assert relative(o, adjoint.gated_delta_rule(q, k, v, zeros, ones)[0]) < FORWARD_64
 
 
+@pytest.mark.parametrize("chunk_size", (16, 32, 64))
+def test_the_size_of_chunks_changes_no_bit(chunk_size: int) -> None:
+    """FLA divides its work by it, which changes its results by roundings alone."""
+    q, k, v, g, beta, state, _ = drawn((1, 70, 1, 2, 4, 3), torch.float32)
+    options = {"initial_state": state, "output_final_state": True}
+    results = chunk_gated_delta_rule(q, k, v, g, beta, chunk_size=chunk_size, **options)
+    assert all(map(torch.equal, results, chunk_gated_delta_rule(q, k, v, g, beta, **options)))
+
+
+FLAGS = "output_final_state use_qk_l2norm_in_kernel use_beta_sigmoid_in_kernel allow_neg_eigval state_v_first"
+
+
+@BOTH
+@pytest.mark.parametrize("time", (5, 70))
+@pytest.mark.parametrize("name", (*FLAGS.split(), "use_gate_in_kernel"))
+def test_a_flag_may_be_none_and_is_named_as_in_fla(function, name: str, time: int) -> None:
+    """FLA's layers hand on `use_cache=None` as `output_final_state`."""
+    q, k, v, g, beta, *_ = drawn((1, time, 1, 2, 4, 3))
+    o, final = function(q, k, v, g=g, beta=beta, **{name: None})
+    assert torch.equal(o, function(q, k, v, g=g, beta=beta)[0]) and final is None
+    with pytest.raises(adjoint.ArgumentError, match=f"{function.__name__}: {name} must be True or False, got 1"):
+        function(q, k, v, g=g, beta=beta, **{name: 1})
+
+
+@BOTH
+@pytest.mark.parametrize("time", (5, 70))
+@pytest.mark.parametrize("shape", ((3,), (1, 2, 4, 3), (2, 2, 3, 4)), ids=str)
+def test_the_shape_of_a_state_is_named_in_the_layout_of_the_caller(function, shape: tuple[int, ...], time: int) -> None:
+    q, k, v, g, beta, *_ = drawn((1, time, 1, 2, 4, 3))
+    expected = r"initial_state must have shape \(1, 2, 3, 4\), \[sequences, value heads, V, K\], .* got "
+    with pytest.raises(adjoint.ArgumentError, match=expected + re.escape(str(shape))):
+        function(q, k, v, g=g, beta=beta, initial_state=torch.zeros(shape), state_v_first=True)
+
+
 def test_gradients_of_both() -> None:
     inputs = [x.requires_grad_() for x in drawn((1, 12, 1, 2, 4, 3))[:5]]
     q, k, v, g, beta = inputs
@@ -211,7 +246,7 @@ def test_gradients_of_both() -> None:
 
 REFUSED = (
     (chunk_gated_delta_rule, {"cp_context": object()}, adjoint.Unsupported, "cp_context"),
-    (chunk_gated_delta_rule, {"chunk_size": 32}, adjoint.Unsupported, "chunk_size must be 64.* got 32"),
+    (chunk_gated_delta_rule, {"chunk_size": 48}, adjoint.ArgumentError, "chunk_size must be 16, 32 or 64.* got 48"),
     (chunk_gated_delta_rule, {"cu_seqlens_cpu": torch.tensor([0, 5])}, ValueError, "cu_seqlens_cpu .* give cu_seqlens"),
     (chunk_gated_delta_rule, {"chunk_indices": torch.zeros(1, 2)}, ValueError, "chunk_indices .* give cu_seqlens"),
     (
@@ -219,6 +254,12 @@ REFUSED = (
         {"use_gate_in_kernel": True, "A_log": torch.zeros(3)},
         ValueError,
         "A_log must have shape",
+    ),
+    (
+        chunk_gated_delta_rule,
+        {"use_gate_in_kernel": True, "A_log": [0.0, 0.0]},
+        adjoint.ArgumentError,
+        "chunk_gated_delta_rule: A_log must be a tensor, got list",
     ),
     (fused_recurrent_gated_delta_rule, {"use_gate_in_kernel": True}, ValueError, "A_log"),
     (fused_recurrent_gated_delta_rule, {"cp_context": object()}, ValueError, "cp_context"),

@@ -77,3 +77,21 @@ def test_nan_stays_within_its_chunk_and_after(heads: int, key_heads: int, names:
         assert torch.equal(got[name][:, END:], right[name][:, END:]), name
     for name in ("final_state", "dinitial_state"):
         assert torch.equal(got[name][1], right[name][1]), name
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(2, 1), (10, 5)], ids=["few heads", "many heads"])
+def test_lost_gradients_of_outputs_reach_no_later_chunk_and_no_other_head(heads: int, key_heads: int) -> None:
+    """Nor another sequence, which is as far as the lost gradient of a final state may reach."""
+    token, end_of_chunk = 100, 128
+    example, right = two_sequences(heads, key_heads)
+    for output, reached in ((0, end_of_chunk), (1, END)):
+        upstream = [x.clone() for x in example.upstream() if x is not None]
+        upstream[output][(0, token, 0) if output == 0 else (0, 0)] = torch.nan
+        call = example.call
+        got = hopper.named(call, *hopper.run_both(call, tuple(upstream), SCHEDULES[0]))
+        assert got["dv"][:, token, 0].isnan().all() and got["dv"][:, 0, 0].isnan().all()
+        for name in ("dq", "dk", "dv", "dg", "dbeta"):
+            assert torch.equal(got[name][:, reached:], right[name][:, reached:]), (name, output)
+            assert torch.equal(got[name][:, :, 1:], right[name][:, :, 1:]), (name, output)
+        for kept in ((1,), (0, slice(1, None))):
+            assert torch.equal(got["dinitial_state"][kept], right["dinitial_state"][kept])

@@ -28,10 +28,14 @@ _OUT_OF_RANGE = (
 )
 
 _SPECIAL_VALUES = (
-    f"{RESETS}; any other NaN or infinity of a token may reach every output from the first token of its chunk of "
-    f"{CHUNK} on, of q its own alone, but no chunk before, and no other sequence"
+    f"{RESETS}; any other NaN or infinity of a token may reach every output of its heads from the first token of its "
+    f"chunk of {CHUNK} on, of q its own alone, and one of a state every output of its sequence and head; but no chunk "
+    "before, no other head, and no other sequence"
 )
-_SPECIAL_GRADIENTS = f"{RESETS}; any other NaN or infinity may reach every gradient of its own sequence, and no other's"
+_SPECIAL_GRADIENTS = (
+    f"{RESETS}; any other NaN or infinity may reach every gradient of its own sequence and heads, and no other's; one "
+    f"in the gradient of an output none of a later chunk of {CHUNK}"
+)
 
 CEILINGS = {torch.float32: 4e-6, torch.bfloat16: 1.2e-2, torch.float16: 1.6e-3}
 """Recorded ceilings of o, final and saved states on kernels. docs/gated-delta.md has the largest measured errors."""

@@ -28,8 +28,14 @@ _OUT_OF_RANGE = (
     "g above 0 and state_indices out of range are reported: at once on the CPU, by adjoint.check() on a GPU, where g "
     f"is then taken as it is, and the row is skipped; {CHECKED}"
 )
-_SPECIAL_VALUES = f"{RESETS}; any other NaN or infinity reaches its own row alone, and no token before its own"
-_SPECIAL_GRADIENTS = f"{RESETS}; any other NaN or infinity reaches gradients of its own row, and of the state it reads"
+_SPECIAL_VALUES = (
+    f"{RESETS}; any other NaN or infinity of a token reaches its own row and heads alone, and no token before its own; "
+    "one of a state its head in the rows that read it"
+)
+_SPECIAL_GRADIENTS = (
+    f"{RESETS}; any other NaN or infinity reaches gradients of its own row and heads, and of the state it reads; one "
+    "in the gradient of an output none of a later token"
+)
 _WORDS: dict[str, Any] = {"out_of_range": _OUT_OF_RANGE, "special_values": _SPECIAL_VALUES}
 _ORDER = "; sums over K add the second half to the first, until one is left"
 

@@ -37,8 +37,10 @@ def with_gates(inputs: Inputs, at: Any, value: float) -> Inputs:
     return (*inputs[:3], g, *inputs[4:])
 
 
-def results(inputs: Inputs, plan: str, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs and gradients."""
+def results(
+    inputs: Inputs, plan: str, lost: tuple[int, Any, float] | None = None, **options: Any
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs and gradients. `lost` is a number in the upstream gradient: of which output, where, and its value."""
     fresh = leaves(inputs)
     *differentiable, state, cu_seqlens = fresh
     outputs = adjoint.gated_delta_rule(
@@ -46,7 +48,11 @@ def results(inputs: Inputs, plan: str, **options: Any) -> tuple[list[Tensor], li
         preference=Preference(plan=f"{plan}+{plan}"), **options,
     )  # fmt: skip
     sources = [x for x in fresh[:6] if x is not None]
-    slopes = torch.autograd.grad(outputs, sources, [upstream_of(x.cpu()).to(x) for x in outputs])
+    upstream = [upstream_of(x.cpu()).to(x) for x in outputs]
+    if lost is not None:
+        output, at, value = lost
+        upstream[output][at] = value
+    slopes = torch.autograd.grad(outputs, sources, upstream)
     return [x.detach() for x in outputs], list(slopes)
 
 
@@ -170,12 +176,13 @@ def test_resets_between_segments(device: torch.device, plan: str) -> None:
 
 # --------------------------------------------------------------------------------------------------- NaN
 
-TOKEN, CHUNK_BEGIN, END = 100, 64, 130
+TOKEN, CHUNK_BEGIN, CHUNK_END, END, TOKENS = 100, 64, 128, 130, 150
 NAMES = ("q", "k", "v", "g", "beta")
+KEY_HEADS, HEADS = 2, 4
 
 
 def packed(device: torch.device) -> Inputs:
-    return drawn(device, torch.bfloat16, (1, 150, 1, 1, 16, 16), cu_seqlens=(0, END, 150))
+    return drawn(device, torch.bfloat16, (1, TOKENS, KEY_HEADS, HEADS, 16, 16), cu_seqlens=(0, END, TOKENS))
 
 
 @lru_cache
@@ -191,41 +198,72 @@ def values_that_are_no_numbers() -> Iterator[tuple[str, float]]:
                 yield name, value
 
 
+def assert_equal_elsewhere(slopes: list[Tensor], exact: list[Tensor], heads: int) -> None:
+    """Gradients of the second sequence, and of all but so many value heads and the first key head, keep every bit."""
+    for name, got, right in zip(NAMES, slopes, exact, strict=False):
+        first = 1 if name in ("q", "k") else heads
+        assert torch.equal(got[:, END:], right[:, END:]), name
+        assert torch.equal(got[:, :, first:], right[:, :, first:]), name
+    assert torch.equal(slopes[5][1], exact[5][1]) and torch.equal(slopes[5][:, heads:], exact[5][:, heads:])
+
+
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(("name", "value"), tuple(values_that_are_no_numbers()))
 def test_what_is_no_number_stays_within_its_chunk_and_after(
     device: torch.device, name: str, value: float, plan: str
 ) -> None:
-    """Chunks before it, other sequences, and their gradients keep every bit; a query reaches its own output alone."""
+    """Chunks before it, other heads and sequences, and the gradients of these, keep every bit; a query reaches its own
+    output alone."""
     inputs = packed(device)
     index = NAMES.index(name)
     tensor = inputs[index].clone()
-    tensor[:, TOKEN] = value
+    tensor[:, TOKEN, 0] = value
+    heads = HEADS // KEY_HEADS if name in ("q", "k") else 1
     (o, final), slopes = results((*inputs[:index], tensor, *inputs[index + 1 :]), plan)
     (right, last), exact = all_numbers(device, plan)
     is_reset = (name, value) == ("g", -torch.inf)
     first = TOKEN if is_reset or name == "q" else CHUNK_BEGIN
     assert torch.equal(o[:, :first], right[:, :first]) and torch.equal(o[:, END:], right[:, END:])
-    assert torch.equal(final[1], last[1])
+    assert torch.equal(o[:, :, heads:], right[:, :, heads:])
+    assert torch.equal(final[1], last[1]) and torch.equal(final[:, heads:], last[:, heads:])
     if name == "q":
         assert torch.equal(o[:, TOKEN + 1 :], right[:, TOKEN + 1 :]) and torch.equal(final, last)
     if not is_reset:
-        assert not o[:, TOKEN].isfinite().all()
-    for got, expected in zip(slopes[:5], exact[:5], strict=True):
-        assert torch.equal(got[:, END:], expected[:, END:])
-    assert torch.equal(slopes[5][1], exact[5][1])
+        assert not any(o[:, TOKEN, head].isfinite().all() for head in range(heads))
+    assert_equal_elsewhere(slopes, exact, heads)
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_lost_state_and_a_lost_gradient_stay_in_their_sequence(device: torch.device, plan: str) -> None:
+def test_a_lost_state_stays_in_its_sequence_and_head(device: torch.device, plan: str) -> None:
     inputs = packed(device)
     state = inputs[5].clone()
-    state[0] = torch.nan
+    state[0, 0] = torch.nan
     (o, final), slopes = results((*inputs[:5], state, inputs[6]), plan)
     (right, last), exact = all_numbers(device, plan)
-    assert torch.equal(o[:, END:], right[:, END:]) and torch.equal(final[1], last[1]) and o[:, :END].isnan().all()
-    for got, expected in zip(slopes[:5], exact[:5], strict=True):
-        assert torch.equal(got[:, END:], expected[:, END:])
+    assert torch.equal(o[:, END:], right[:, END:]) and torch.equal(final[1], last[1]) and o[:, :END, 0].isnan().all()
+    assert torch.equal(o[:, :, 1:], right[:, :, 1:]) and torch.equal(final[:, 1:], last[:, 1:])
+    assert_equal_elsewhere(slopes, exact, 1)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("value", (torch.nan, torch.inf))
+def test_a_lost_gradient_of_an_output_reaches_no_later_chunk(device: torch.device, value: float, plan: str) -> None:
+    """Nor another head or sequence. It reaches every earlier token, which all have a part in the output."""
+    _, slopes = results(packed(device), plan, (0, (0, TOKEN, 0), value))
+    _, exact = all_numbers(device, plan)
+    assert_equal_elsewhere(slopes, exact, 1)
+    for name, got, right in zip(NAMES, slopes, exact, strict=False):
+        assert torch.equal(got[:, CHUNK_END:], right[:, CHUNK_END:]), name
+        assert not got[:, TOKEN, 0].isfinite().all(), name
+        if name != "q":
+            assert not got[:, 0, 0].isfinite().all(), name
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_lost_gradient_of_a_final_state_stays_in_its_sequence_and_head(device: torch.device, plan: str) -> None:
+    _, slopes = results(packed(device), plan, (1, (0, 0), torch.nan))
+    assert_equal_elsewhere(slopes, all_numbers(device, plan)[1], 1)
+    assert slopes[2][:, :END, 0].isnan().all()
 
 
 # --------------------------------------------------------------------------------------------- checked()

@@ -77,6 +77,58 @@ def test_what_is_no_number_reaches_its_row_from_its_token_on(
     assert o[0, 2].isfinite().all() == ((name, value) == ("g", -torch.inf))
 
 
+INDICES = (2, 0, 2)
+"""The states of three rows: the first and the last one share theirs."""
+
+
+def paged_results(
+    inputs: Tensors, plan: str, lost: tuple[int, tuple[int, ...], float] | None = None
+) -> tuple[Tensors, Tensors]:
+    """Outputs and gradients. `lost` is a number in the upstream gradient: of which output, where, and its value."""
+    fresh, rows = leaves(inputs), torch.tensor(INDICES, device=inputs[0].device)
+    outputs = adjoint.gated_delta_step(*fresh, state_indices=rows, preference=Preference(plan=plan))
+    upstream = [upstream_of(x.cpu()).to(x) for x in outputs]
+    if lost is not None:
+        output, at, value = lost
+        upstream[output][at] = value
+    return tuple(x.detach() for x in outputs), torch.autograd.grad(outputs, fresh, upstream)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("value", (torch.nan, torch.inf))
+@pytest.mark.parametrize("output", (0, 1), ids=("output", "new state"))
+def test_a_lost_gradient_stays_in_its_row_and_head_and_in_the_state_it_reads(
+    device: torch.device, output: int, value: float, plan: str
+) -> None:
+    """One of an output reaches no gradient of a later token."""
+    inputs = tokens_on(device, torch.float32, (3, 4, 1, 2, 4, 3))
+    _, exact = paged_results(inputs, plan)
+    _, slopes = paged_results(inputs, plan, (output, ((0, 2, 0), (0, 0))[output], value))
+    for name, got, right in zip(NAMES, slopes, exact, strict=False):
+        assert torch.equal(got[1:], right[1:]), name
+        assert got[0, 2, 0].isfinite().all() == (name == "q" and output == 1), name  # no query has a part in a state
+        if output == 0:
+            assert torch.equal(got[0, 3:], right[0, 3:]), name
+        if name not in ("q", "k"):
+            assert torch.equal(got[:, :, 1], right[:, :, 1]), name
+    assert torch.equal(slopes[5][:2], exact[5][:2]) and torch.equal(slopes[5][:, 1], exact[5][:, 1])
+    assert not slopes[5][2, 0].isfinite().all()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_lost_state_reaches_its_head_in_the_rows_that_read_it(device: torch.device, plan: str) -> None:
+    inputs = tokens_on(device, torch.float32, (3, 4, 1, 2, 4, 3))
+    state = inputs[5].clone()
+    state[2, 0] = torch.nan
+    (o, states), slopes = paged_results((*inputs[:5], state), plan)
+    (right, last), exact = paged_results(inputs, plan)
+    assert o[0, :, 0].isnan().all() and o[2, :, 0].isnan().all()
+    for got, expected in ((o.transpose(1, 2), right.transpose(1, 2)), (states, last)):
+        assert torch.equal(got[1], expected[1]) and torch.equal(got[:, 1], expected[:, 1])
+    assert all(torch.equal(got[1], expected[1]) for got, expected in zip(slopes[:5], exact[:5], strict=True))
+    assert torch.equal(slopes[5][:2], exact[5][:2]) and torch.equal(slopes[5][:, 1], exact[5][:, 1])
+
+
 # --------------------------------------------------------------------------------------------- checked()
 
 

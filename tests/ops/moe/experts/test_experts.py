@@ -49,12 +49,15 @@ def _upstream(x: Tensor) -> Tensor:
     return torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype).to(x.device)
 
 
-def _run(inputs: list[Tensor], backend: str | None = None) -> tuple[Tensor, ...]:
-    """The output and all gradients."""
+def _run(inputs: list[Tensor], backend: str | None = None, lost: int | None = None) -> tuple[Tensor, ...]:
+    """The output and all gradients. The upstream gradient of the token `lost` is NaN."""
     leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in inputs]
     y = moe.experts(*leaves, preference=Preference(backend=backend) if backend else None)
     floating = [t for t in leaves if t.is_floating_point()]
-    return y.detach(), *torch.autograd.grad(y, floating, _upstream(y))
+    upstream = _upstream(y)
+    if lost is not None:
+        upstream[lost] = float("nan")
+    return y.detach(), *torch.autograd.grad(y, floating, upstream)
 
 
 def _exact(inputs: list[Tensor]) -> tuple[Tensor, ...]:
@@ -222,6 +225,26 @@ def test_a_token_reaches_nobody_else(backend: str, device: torch.device) -> None
         if backend == "triton":
             assert torch.equal(value[keep], before[keep]), name
         assert value[~keep].isnan().any(), name
+
+
+@backends
+@pytest.mark.parametrize("what", ("routing weight", "upstream gradient"))
+def test_a_lost_weight_or_slope_of_a_token_reaches_nobody_else(what: str, backend: str, device: torch.device) -> None:
+    """A weight has no part in any gradient of weights, and in no expert but its own; an upstream gradient none in y."""
+    inputs = [t.to(device) for t in _layer(11, 8, 5, 8, 2, torch.float32)]
+    clean, weights = _run(inputs, backend), inputs[4].clone()
+    weights[4, 1] = float("nan")
+    is_weight = what == "routing weight"
+    got = _run([*inputs[:4], weights], backend) if is_weight else _run(inputs, backend, lost=4)
+    token, experts = torch.arange(11, device=device) == 4, inputs[3][4, 1:] if is_weight else inputs[3][4]
+    reached = {"experts": torch.tensor([e in experts.tolist() for e in range(5)], device=device), "token": token}
+    for name, value, before in zip(NAMES, got, clean, strict=True):
+        items = reached["experts" if value.dim() == 3 else "token"]
+        if name == ("dweights" if is_weight else "y"):
+            items = torch.zeros_like(items)
+        assert value[~items].isfinite().all() and value[items].isnan().flatten(1).any(1).all(), name
+        if backend == "triton":
+            assert torch.equal(value[~items], before[~items]), name
 
 
 @backends
