@@ -336,17 +336,21 @@ class HybridLM(nn.Module):
         """
         from adjoint.models.checkpoint import load
 
-        if not isinstance(folder, str | PathLike):
-            raise ArgumentError(f"HybridLM.from_pretrained: folder must be a path, got {type(folder).__name__}")
-        return load(cls, Path(folder), device, dtype)
+        return load(cls, _path("from_pretrained", folder), device, dtype)
 
     def save_pretrained(self, folder: str | Path, *, max_shard_bytes: int = 5 * 2**30) -> None:
         """Writes a checkpoint folder that `from_pretrained` and transformers open: config.json and safetensors files.
 
         Args:
-            folder: made if it is not there; files of an older checkpoint of the same names are replaced.
+            folder: made if it is not there; the weights of an older checkpoint in it are replaced.
             max_shard_bytes: weights beyond this go into several files, with an index.
         """
         from adjoint.models.checkpoint import save
 
-        save(self, Path(folder), max_shard_bytes)
+        save(self, _path("save_pretrained", folder), max_shard_bytes)
+
+
+def _path(method: str, folder: object) -> Path:
+    if not isinstance(folder, str | PathLike):
+        raise ArgumentError(f"HybridLM.{method}: folder must be a path, got {type(folder).__name__}")
+    return Path(folder)
