@@ -86,6 +86,7 @@ class GatedAttention(nn.Module):
         self.q_norm = RMSNorm(head_dim, eps, offset=1.0, **factory)
         self.k_norm = RMSNorm(head_dim, eps, offset=1.0, **factory)
 
+    @torch.inference_mode(False)
     def new_cache(self, sequences: int, capacity: int = 0) -> KeyValueCache:
         """An empty cache for a number of sequences, with room for `capacity` tokens of each."""
         shape = (sequences, self.num_key_value_heads, 0, self.head_dim)

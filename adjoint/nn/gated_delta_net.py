@@ -120,6 +120,7 @@ class GatedDeltaNet(nn.Module):
             self.A_log.uniform_(0.01, 16).log_()
             self.dt_bias.fill_(1)
 
+    @torch.inference_mode(False)
     def new_cache(self, sequences: int) -> RecurrentCache:
         """The state before the first token of each sequence."""
         weight = self.conv1d.weight
