@@ -115,6 +115,9 @@ def stream(
 AHEAD = 4096
 """The most new tokens for which a cache gets memory before they are there. It grows as more come."""
 
+LOOK_EVERY = 64
+"""Steps from one look at whether logits are numbers to the next. A look waits for the GPU; a NaN in a state stays."""
+
 
 @torch.no_grad()
 def _steps(
@@ -141,7 +144,8 @@ def _steps(
     logits = cast(Tensor, _prefill(model, rows, cache, prefill_chunk))
     active = list(range(len(rows)))
     for step in range(max_new_tokens):
-        _require_numbers(model, logits, active, step)
+        if step % LOOK_EVERY == 0 or step + 1 == max_new_tokens:
+            _require_numbers(model, logits, active, step)
         tokens = sampling(logits, generator).tolist()
         chosen: list[int | None] = [None] * len(rows)
         for slot, token in zip(active, tokens, strict=True):

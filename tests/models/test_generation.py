@@ -315,6 +315,18 @@ def test_logits_that_are_no_numbers_are_named(options: dict[str, Any], weight: f
         model.generate([[1, 2], [9]], 3, **options)
 
 
+def test_logits_that_stop_being_numbers_are_named_by_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at every step would cost a GPU a wait each."""
+    model = small_model("qwen3_5_moe").eval()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[model.generate([[1, 2]], 1)[0][0]] = torch.nan
+    with pytest.raises(adjoint.ArgumentError, match="logits of prompt 0 after 5 new tokens are not finite"):
+        model.generate([[1, 2]], 6)
+    monkeypatch.setattr(generation, "LOOK_EVERY", 2)
+    with pytest.raises(adjoint.ArgumentError, match="after 2 new tokens are not finite"):
+        model.generate([[1, 2]], 6)
+
+
 def test_stop_tokens_and_counts_may_be_of_numpy_and_torch() -> None:
     model = small_model("qwen3_5").eval()
     whole = model.generate(prompts(), 6)
