@@ -221,7 +221,7 @@ def plain_targets(labels: Tensor, loss: Loss) -> Tensor:
     return target if target.dim() == 1 else target.reshape(-1)
 
 
-_UNITS = {kind: torch.ones((), dtype=kind) for kind in (torch.float32, torch.float64)}
+_UNITS = {kind: torch.ones((), dtype=kind, device="cpu") for kind in (torch.float32, torch.float64)}
 """Upstream gradients of 1."""
 
 # What follows runs once a call, and costs a small loss as much as its arithmetic: torch's functions are bound here.
