@@ -60,7 +60,7 @@ OUT_OF_ORDER = (
 OUT_OF_RANGE = (
     "state_indices out of range are reported: at once on the CPU, by adjoint.check() on a GPU, where the row is skipped"
 )
-COPIED = Derived("0: bytes are copied", lambda *inputs: torch.zeros((), dtype=torch.float64))
+COPIED = Derived("0: bytes are copied", lambda *inputs: torch.zeros((), dtype=torch.float64, device="cpu"))
 
 GRADIENTS = {"dx": "x", "dweight": "weight", "dbias": "bias", "dinitial_state": "state", "dstate": "state"}
 

@@ -1,5 +1,6 @@
 """The losses over rows of logits in plain PyTorch, on any device, in the wide type; without waiting for a GPU."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -202,12 +203,14 @@ _FEW = 2**17
 
 
 def reduction_of(loss: Loss) -> int:
+    """The mean, or the sum, which is what gradients of each loss add up to."""
     return _MEAN if loss.reduction == "mean" else _SUM
 
 
 def is_plain(labels: Tensor, classes: int, loss: Loss) -> bool:
-    """Whether the loss is torch's own, one number of few logits on the CPU, and takes torch's few calls."""
-    if loss.label_smoothing or loss.z_loss or loss.softcap or not loss.is_total:
+    """Whether the loss is torch's own, of few logits on the CPU, and takes torch's few calls."""
+    _, label_smoothing, z_loss, softcap, _, _, log_probabilities = loss
+    if label_smoothing or z_loss or softcap or log_probabilities:
         return False
     return labels.is_cpu and 0 < labels.numel() * classes <= _FEW
 
@@ -221,16 +224,20 @@ def plain_targets(labels: Tensor, loss: Loss) -> Tensor:
     return target if target.dim() == 1 else target.reshape(-1)
 
 
-_UNITS = {kind: torch.ones((), dtype=kind) for kind in (torch.float32, torch.float64)}
+_UNITS = {kind: torch.ones((), dtype=kind, device="cpu") for kind in (torch.float32, torch.float64)}
 """Upstream gradients of 1."""
+
+NOTHING = {kind: torch.empty(0, dtype=kind, device="cpu") for kind in (torch.float32, torch.float64, torch.int32)}
+"""Outputs without elements, which all calls share."""
 
 # What follows runs once a call, and costs a small loss as much as its arithmetic: torch's functions are bound here.
 _losses_of, _slopes_of_losses = torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss_backward.default
-_slopes_of_logits = torch._log_softmax_backward_data
+_slopes_of_logits, _losses_of_each = torch._log_softmax_backward_data, torch.ops.aten.nll_loss.default
 
 
 class Plain(NamedTuple):
-    """A plain loss: its value, the number of labels as a tensor, whether there are any, whether each token has one."""
+    """A plain loss: its value, or those of the tokens in one row; the number of labels as a tensor, whether there are
+    any, and whether each token has one."""
 
     value: Tensor
     number: Tensor
@@ -245,7 +252,11 @@ class Plain(NamedTuple):
         except IndexError:
             return None
         counted = number.item()
-        return Plain(value if counted else torch.zeros_like(value), number, counted > 0, counted == target.shape[0])
+        if loss.reduction == "none":
+            value = _losses_of_each(logarithms, target, None, _NONE, loss.ignore_index)
+        elif not counted:
+            value = torch.zeros_like(value)
+        return Plain(value, number, counted > 0, counted == target.shape[0])
 
     @property
     def kept_count(self) -> Tensor:
@@ -278,20 +289,23 @@ def forward_plain(
     plain = Plain.of(logarithms, target, loss)
     if plain is None:
         return None
-    empty = rows.new_empty
+    value, nothing = plain.value, NOTHING[kind]
+    if loss.reduction == "none" and labels.dim() != 1:
+        value = value.view(labels.shape)
     if with_slopes:
-        slopes = empty(0)
+        slopes = nothing
         if keep:
             slopes = plain_slopes(
                 logarithms, target, plain.number, loss.ignore_index, reduction_of(loss), plain.is_whole
-            ).view(logits.shape)
-        return plain.value, empty(0), empty(0, dtype=torch.int32), empty(0), plain.kept_count, slopes
+            )
+            slopes = slopes if logits.dim() == 2 else slopes.view(logits.shape)
+        return value, nothing, NOTHING[torch.int32], nothing, plain.kept_count, slopes
     # L = z_y − log p_y, and 0 where a token does not count: torch's loss of each is −log p_y, or 0.
-    of_each = [torch.ops.aten.nll_loss.default(x, target, None, _NONE, loss.ignore_index) for x in (logarithms, rows)]
+    of_each = [_losses_of_each(x, target, None, _NONE, loss.ignore_index) for x in (logarithms, rows)]
     sizes, targets = of_each[0].sub_(of_each[1]), target.int()
     if not plain.is_whole:
         targets.masked_fill_(target == loss.ignore_index, -1)
-    return plain.value, empty(0), targets, sizes, plain.kept_count, empty(0)
+    return value, nothing, targets, sizes, plain.kept_count, nothing
 
 
 def _backward_plain(logits: Tensor, targets: Tensor, count: Tensor, loss: Loss) -> Tensor:
@@ -349,12 +363,12 @@ def times_upstream(slopes: Tensor, dloss: Tensor, out: Tensor) -> None:
 
     What is 0 stays 0: a token that does not count has no gradient, whatever that of its loss.
     """
-    if dloss.dim() == 0 and dloss.is_cpu and dloss.item() == 1:
+    upstream = dloss.unsqueeze(-1) if dloss.dim() else dloss
+    total = (dloss.sum() if dloss.dim() else dloss).item() if dloss.is_cpu else math.nan
+    if not dloss.dim() and total == 1:
         if out is not slopes:
             out.copy_(slopes)
-        return
-    upstream = dloss.unsqueeze(-1) if dloss.dim() else dloss
-    if dloss.is_cpu and bool(dloss.isfinite().all()):
+    elif math.isfinite(total) or (dloss.is_cpu and bool(dloss.isfinite().all())):  # a sum may overflow
         torch.mul(slopes, upstream, out=out)
     else:
         out.copy_(torch.where(slopes == 0, 0.0, slopes * upstream))

@@ -10,6 +10,7 @@ from adjoint.core.layout import begins_as_allocated
 from adjoint.core.problem import wide_dtype
 from adjoint.ops.loss.arguments import LABEL_OUT_OF_RANGE, Loss
 from adjoint.ops.loss.eager import (
+    NOTHING,
     Plain,
     cap,
     is_plain,
@@ -76,7 +77,7 @@ def _add_products(
 def forward_plain(arguments: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
     """What `forward` writes, of a plain loss in torch's own calls; None of another, and where a label is wrong."""
     loss = Loss(*arguments[4:-2])
-    if not is_plain(arguments[2], arguments[1].shape[0], loss):
+    if not loss.is_total or not is_plain(arguments[2], arguments[1].shape[0], loss):
         return None
     if not torch.is_autocast_enabled("cpu"):
         return _forward_plain(arguments, loss)
@@ -102,19 +103,19 @@ def _forward_plain(arguments: tuple[Any, ...], loss: Loss) -> tuple[Tensor, ...]
         own = loss._replace(reduction="sum") if divides_later(element, loss) else loss
         of_loss = loss.ignore_index, reduction_of(own), plain.is_whole
         slopes = plain_slopes(logarithms, target, plain.number, *of_loss)
-    empty = logits.new_empty
-    of_hidden = torch.mm(slopes, weight) if needed & NEED_HIDDEN else empty(0)
+    nothing = NOTHING[kind]
+    of_hidden = torch.mm(slopes, weight) if needed & NEED_HIDDEN else nothing
     if element == torch.bfloat16:
         of_hidden = of_hidden.to(element)
     return (
         plain.value,
-        empty(0),
-        empty(0, dtype=torch.int32),
-        empty(0),
+        nothing,
+        NOTHING[torch.int32],
+        nothing,
         plain.kept_count,
         of_hidden if hidden.dim() == 2 or not needed & NEED_HIDDEN else of_hidden.view(hidden.shape),
-        torch.mm(slopes.T, rows) if needed & NEED_WEIGHT else empty(0),
-        slopes.sum(0) if needed & NEED_BIAS else empty(0),
+        torch.mm(slopes.T, rows) if needed & NEED_WEIGHT else nothing,
+        slopes.sum(0) if needed & NEED_BIAS else nothing,
     )
 
 

@@ -139,7 +139,8 @@ class Segment:
         """Args: S: a state, for its size."""
         lanes, K, _ = S.shape
         self.a = a
-        self.M, self.M_error = torch.eye(K).to(S).expand(lanes, K, K), Ellipsoids.none(lanes, K, S)
+        eye = torch.eye(K, dtype=S.dtype, device=S.device)
+        self.M, self.M_error = eye.expand(lanes, K, K), Ellipsoids.none(lanes, K, S)
         self.B, self.B_error = torch.zeros_like(S), Ellipsoids.none(lanes, K, S)
         self.overflow = torch.zeros(lanes, dtype=torch.bool, device=S.device)
 
@@ -158,7 +159,8 @@ class Segment:
         product = times(self.M.abs(), s) + self.M_error.rows() * s.norm(dim=-1, keepdim=True)
         product = product + self.B.norm(dim=-1) + self.B_error.rows()
         sums = (TF32_PRODUCT + self.a.sum_of(self.M.shape[-1])) * product + FLUSHED
-        of_sums = Ellipsoids.around(torch.eye(self.M.shape[-1]).to(self.M).expand_as(self.M), sums)
+        eye = torch.eye(self.M.shape[-1], dtype=self.M.dtype, device=self.M.device)
+        of_sums = Ellipsoids.around(eye.expand_as(self.M), sums)
         return E.move(self.M).add(self.M_error.scale(size), self.B_error, of_sums)
 
 
