@@ -252,6 +252,11 @@ def norm_of(x: Tensor, axes: int = 1) -> Tensor:
     return torch.ldexp(torch.ldexp(flat, -exponent).norm(dim=-1), exponent.squeeze(-1))
 
 
+def without_nan(bound: Tensor) -> Tensor:
+    """A bound that is infinite where infinities on the way made it NaN: nothing is promised there."""
+    return torch.where(bound.isnan(), torch.inf, bound)
+
+
 def spacing(exact: Tensor, dtype: torch.dtype) -> Tensor:
     """The distance between neighbouring values of `dtype` around `exact`, in float64."""
     info = torch.finfo(dtype)

@@ -158,6 +158,22 @@ def tokens(dtype: torch.dtype, query: float, key: float, strength: float) -> Exa
     return (q, k, v, g, beta, state, None), (torch.full_like(v, 2.0**32), torch.zeros_like(state))
 
 
+def products_that_overflow(name: str, dtype: torch.dtype) -> Example:
+    """Numbers whose products have no place in the type of sums, before decays make them small again."""
+    large = 2.0**600 if dtype == F64 else 2.0**70
+    q = torch.full((1, 5, 1, 4), large, dtype=dtype)
+    k, v = torch.full_like(q, 0.25), torch.full((1, 5, 1, 3), large, dtype=dtype)
+    wide = F64 if dtype == F64 else F32
+    g, state = torch.full((1, 5, 1), -60.0, dtype=wide), torch.full((1, 1, 4, 3), large, dtype=wide)
+    beta, G = g / -120, g.cumsum(1)
+    T = torch.eye(16, dtype=wide)[:5].view(1, 5, 1, 16) * 2.0**-40
+    return {
+        "carry": lambda: ((k, k, v, G, state, None), (v, state.new_zeros(2, 1, 4, 3), state)),
+        "output": lambda: ((q, k, v, state.expand(2, 1, 4, 3), G, None), (v,)),
+        "recompute_w_u": lambda: ((k, v, beta * 2.0**-40, G, T, None), (q, v)),
+    }.get(name, lambda: ((q, k, v, g, beta, state, None), (v, state)))()
+
+
 def zero_strengths(name: str, dtype: torch.dtype) -> Example:
     """Tokens that write nothing, and whose queries make a large gradient of the state."""
     return tokens(dtype, 2.0**21, 0.5, 0.0)
@@ -202,6 +218,8 @@ def hidden_that_overflow(name: str, dtype: torch.dtype) -> Example:
 
 SUMS = ("embedding", "embedding_bag[mean]", "take_along_axis", "moe.dispatch", "moe.combine", "cross_entropy")
 
+DELTA = ("gated_delta_rule", "gated_delta_step", "carry", "output", "recompute_w_u")
+
 EXAMPLES: list[tuple[Callable[[str, torch.dtype], Example], str, torch.dtype]] = [
     *((subnormal_x, name, kind) for name in NORMS for kind in (F32, F64)),
     *((subnormal_rows, name, kind) for name in NORMS[:2] for kind in (F32, F64)),
@@ -216,6 +234,7 @@ EXAMPLES: list[tuple[Callable[[str, torch.dtype], Example], str, torch.dtype]] =
     *((tiny_states, name, F64) for name in ("gated_delta_step", "carry")),
     (tiny_keys, "carry", F64),
     (subnormal_inverse, "recompute_w_u", F32),
+    *((products_that_overflow, name, kind) for name in DELTA for kind in (F32, BF16, F64)),
     *((make, "gated_delta_rule", F32) for make in (zero_strengths, subnormal_decayed_keys, subnormal_scores)),
     (capped_logits, "linear_cross_entropy[sum, smoothing, z_loss, softcap]", F32),
     *((hidden_that_overflow, "moe.experts", kind) for kind in (F32, BF16, F16)),
@@ -224,7 +243,8 @@ EXAMPLES: list[tuple[Callable[[str, torch.dtype], Example], str, torch.dtype]] =
 
 WITHOUT_KERNELS = {
     *((name, F64) for name in ("normalize", "gate", "cross_entropy")),
-    *(("carry", dtype) for dtype in (F32, F64)),
+    *((name, dtype) for name in ("carry", "output") for dtype in (F32, BF16, F64)),
+    *((name, F64) for name in ("gated_delta_rule", "recompute_w_u")),
 }
 """Examples of a stage, or of a type, that only plain PyTorch serves."""
 

@@ -16,7 +16,8 @@ Compute = Callable[[tuple[Any, ...], tuple[Tensor, ...]], None]
 
 DOMAIN = (
     "‖k‖ ≤ 1 up to rounding, 0 ≤ beta ≤ 1, g ≤ 0 and −inf too, where the recurrence cannot diverge; results that are "
-    "below the smallest number of the accumulator may be 0"
+    "below the smallest number of the accumulator may be 0; where a sum on the way, or for float64 the square of a "
+    "number, may pass the accumulator's largest number, the bound of what it reaches is infinite"
 )
 
 RESETS = "a g of −inf multiplies the state with 0, which NaN and infinities in it survive; dg is 0 there"

@@ -11,7 +11,7 @@ from adjoint.ops.gated_delta.packing import CHUNK
 from adjoint.ops.gated_delta.rule.bound.arithmetic import FLUSHED, NOISE, TF32_PRODUCT, Arithmetic
 from adjoint.ops.gated_delta.rule.bound.chunk import Chunk, norms_of_sums, times
 from adjoint.ops.gated_delta.rule.bound.ellipsoids import Ellipsoids
-from adjoint.ops.gated_delta.rule.bound.overflow import matrix_may_overflow, may_overflow
+from adjoint.ops.gated_delta.rule.bound.overflow import matrix_may_overflow, may_overflow, sums_may_overflow
 
 
 class ForwardStep(NamedTuple):
@@ -26,7 +26,7 @@ class ForwardStep(NamedTuple):
         size: the norm of each token's computed v'.
         residual_rounding, residual_error: the error of rounding r, and its error before that.
         through_T: the error of the product with T.
-        overflow: whether a number of S, r, v' or P may overflow in storage, [lanes].
+        overflow: whether a number of S, r, v' or P may overflow in storage, or a sum, [lanes].
     """
 
     S: Tensor
@@ -71,6 +71,9 @@ def forward_step(
     after = c.over[:, None, None] * S + c.kt @ new_values
     overflow = matrix_may_overflow(a, S, s) | matrix_may_overflow(a, r, rho) | matrix_may_overflow(a, new_values, size)
     overflow = overflow | may_overflow(a, c.largest_score).flatten(1).any(-1)
+    read = v.norm(dim=-1) + times(c.k.abs(), s + dS)
+    terms = torch.cat([times(c.T.abs(), read), s + dS + times(k_abs, size)], -1)
+    overflow = overflow | sums_may_overflow(a, 1.0, terms).any(-1)
     step = ForwardStep(S, new_values, s, dS, local_error, error, size, dr, residual_error, through_T, overflow)
     return step, after, E.move(c.M).add(Ellipsoids.around(columns, sizes))
 
@@ -89,6 +92,8 @@ def output_bound(a: Arithmetic, c: Chunk, step: ForwardStep, E: Ellipsoids) -> t
     error = error + (a.tiny * (1 + scale) + NOISE * scale * c.q_norm) * step.size.sum(-1, keepdim=True)
     error = error + (c.over_keys + c.over_tokens + 8 * a.unit) * times(c.far.abs(), seen) + row * (1 + P_abs.sum(-1))
     error = error + scale * c.start_error * times(c.q.abs(), seen)
+    terms = times(c.q.abs(), seen) + times(c.qk_abs, 1 + step.size)
+    error = error.masked_fill(sums_may_overflow(a, c.scale, terms), torch.inf)
     return out.norm(dim=-1), error
 
 
