@@ -351,7 +351,7 @@ def test_a_loss_that_is_not_replaced_is_named() -> None:
     config = modeling.Qwen3NextForSequenceClassification.config_class(**CONFIGS["qwen3_next"].to_dict())
     model = modeling.Qwen3NextForSequenceClassification(config)
     left = {line.module: line.reason for line in patch(model, loss=True, verbose=False).replacements if line.reason}
-    assert left == {"Qwen3NextForSequenceClassification": "loss=True is for ForCausalLM, and this has another loss"}
+    assert left == {"Qwen3NextForSequenceClassification": "loss=True is for causal models, and this has another loss"}
     unpatch(model)
     assert all(not line.reason for line in patch(model, verbose=False).replacements)
 

@@ -16,13 +16,22 @@ def by_name(self: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> di
     return {name: value for name, value in bound.items() if name != "self"} | others
 
 
+def takes(self: Any, name: str) -> bool:
+    """Whether a model's forward has an argument of this name, whose default is then in the model's configuration."""
+    return name in inspect.signature(type(self).forward).parameters
+
+
 def with_bounds(module: nn.Module, arguments: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The arguments of a text model, with the bounds that its positions tell where they pack sequences."""
     named = by_name(module, arguments, kwargs) if arguments else kwargs
     positions, cache = named.get("position_ids"), named.get("past_key_values")
-    if positions is None or positions.shape[-1] < 2 or named.get("cu_seq_lens_q") is not None:
+    if named.get("cu_seq_lens_q") is not None:
+        if cache is not None or named.get("use_cache"):
+            return arguments, kwargs
+        return (), named | {"use_cache": False}  # whatever the configuration says
+    if positions is None or positions.shape[-1] < 2 or (cache is not None and _goes_on(cache)):
         return arguments, kwargs
-    if _is_masked(named.get("attention_mask")) or (cache is not None and _goes_on(cache)):
+    if _is_masked(named.get("attention_mask")):
         return arguments, kwargs
     if _are_several(positions):
         raise Unsupported(
