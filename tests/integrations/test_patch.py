@@ -154,6 +154,9 @@ def test_the_report_names_what_runs(name: str, capsys: pytest.CaptureFixture[str
 def test_what_is_no_model_is_named() -> None:
     with pytest.raises(adjoint.ArgumentError, match="model must be a model of transformers, got NoneType"):
         patch(None)  # type: ignore[arg-type]
+    for option in ("loss", "verbose"):
+        with pytest.raises(adjoint.ArgumentError, match=f"patch: {option} must be True or False, got 'no'"):
+            patch(nn.Linear(2, 2), **{option: "no"})
 
 
 @families

@@ -130,7 +130,10 @@ def test_the_report_names_a_last_matrix_that_has_to_be_called(name: str, ids: Te
     called: list[str] = []
     for change, words in (
         (lambda model: model.lm_head.register_forward_hook(lambda *_: called.append("lm_head")), "has hooks"),
-        (lambda model: setattr(model, "lm_head", nn.Sequential(model.lm_head)), "is a Sequential"),
+        (
+            lambda model: setattr(model, "lm_head", nn.Sequential(model.lm_head)),
+            "of the class torch.nn.modules.container.Sequential",
+        ),
         (lambda model: setattr(model.lm_head, "forward", model.lm_head.forward), "a forward of its own"),
         (lambda model: setattr(model, "loss_function", lambda *_, **__: torch.tensor(1.0)), "loss_function is another"),
     ):
@@ -149,7 +152,7 @@ def test_the_report_names_adapters_of_the_last_matrix(options: dict[str, Any], i
     wrapped = peft.get_peft_model(
         their_model("qwen3_5_moe"), peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj"]} | options)
     )
-    assert "which has to be called" in loss_line(patch(wrapped, loss=True, verbose=False)).reason
+    assert "and has to be called" in loss_line(patch(wrapped, loss=True, verbose=False)).reason
     assert wrapped.train()(input_ids=ids, labels=ids, use_cache=False).logits is not None
 
 

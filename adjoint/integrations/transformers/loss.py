@@ -25,7 +25,7 @@ def why_not_fused(self: Any) -> str:
     if self.loss_function is not ForCausalLMLoss:
         return "its loss_function is another"
     if type(head) is not nn.Linear:
-        return f"its lm_head is a {type(head).__name__}, which has to be called"
+        return f"its lm_head is of the class {type(head).__module__}.{type(head).__name__}, and has to be called"
     if has_hooks(head) or is_replaced(head):
         return "its lm_head has hooks or a forward of its own, and has to be called"
     return ""

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from adjoint.core.arguments import require_flag
 from adjoint.core.errors import ArgumentError
 from adjoint.integrations.transformers import forwards
 from adjoint.integrations.transformers.families import FAMILIES, class_of
@@ -64,10 +65,12 @@ def patch(model: nn.Module, *, loss: bool = False, verbose: bool = True) -> Repo
         verbose: whether the report is printed.
 
     Raises:
-        ArgumentError: the model has no module of a family it knows, or is patched already.
+        ArgumentError: the model has no module of a family it knows, or is patched already; loss or verbose is no bool.
         Unsupported: this transformers is older or newer than those it is tested on.
     """
     require(OLDEST, NEWEST)
+    require_flag("patch", "loss", loss)
+    require_flag("patch", "verbose", verbose)
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"patch: model must be a model of transformers, got {type(model).__name__}")
     if any(_STATE in vars(module) for module in model.modules()):
