@@ -11,6 +11,7 @@ from torch import Tensor
 from adjoint.core.arguments import require_integer
 from adjoint.core.errors import ArgumentError
 from adjoint.nn.cache import KeyValueCache, Places, RecurrentCache
+from adjoint.nn.tokens import require_count
 
 if TYPE_CHECKING:
     from adjoint.models.decoding import Decoder
@@ -120,7 +121,7 @@ class Cache:
 
     def reserve(self, capacity: int) -> None:
         """Makes room for this many tokens of each sequence at once."""
-        capacity = require_integer("Cache.reserve", "capacity", capacity)
+        capacity = require_count("Cache.reserve", "capacity", capacity)
         for layer in self.layers:
             if isinstance(layer, KeyValueCache):
                 layer.reserve(capacity)

@@ -236,6 +236,11 @@ def save(model: "HybridLM", folder: Path, max_shard_bytes: int) -> None:
     for name, tensor in tensors.items():
         if tensor.device.type == "meta":
             raise ArgumentError(f"HybridLM.save_pretrained: parameter {name} is on the meta device and has no values")
+        if hasattr(tensor, "full_tensor"):
+            raise ArgumentError(
+                f"HybridLM.save_pretrained: parameter {name} is sharded over processes; gather all of "
+                f"them with full_tensor() into a model of one process"
+            )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from adjoint.core.arguments import require_ids, require_integer
+from adjoint.core.arguments import require_ids
 from adjoint.core.errors import ArgumentError
 from adjoint.core.problem import short
 from adjoint.device.sequences import check_bounds, require_cu_seqlens
@@ -22,6 +22,7 @@ from adjoint.models.packing import next_labels
 from adjoint.nn.gated_delta_net import GatedDeltaNet
 from adjoint.nn.moe import Routing
 from adjoint.nn.plain import is_plain
+from adjoint.nn.tokens import require_count
 from adjoint.ops import moe
 from adjoint.ops.loss import cross_entropy, linear_cross_entropy
 
@@ -227,9 +228,8 @@ class HybridLM(nn.Module):
     def new_cache(self, sequences: int, capacity: int = 0) -> Cache:
         """An empty cache for a number of sequences, with room for `capacity` tokens of each. It grows when they have
         more."""
-        for name, value in (("sequences", sequences), ("capacity", capacity)):
-            if require_integer("HybridLM.new_cache", name, value) < 0:
-                raise ArgumentError(f"HybridLM.new_cache: {name} must be at least 0, got {value}")
+        sequences = require_count("HybridLM.new_cache", "sequences", sequences)
+        capacity = require_count("HybridLM.new_cache", "capacity", capacity)
         layers = [layer.new_cache(sequences, capacity) for layer in cast(list[DecoderLayer], list(self.model.layers))]
         return Cache(self, layers, [0] * sequences, self.dtype, self.device)
 
