@@ -12,7 +12,7 @@ from rich.text import Text
 from adjoint.bench import environment
 from adjoint.bench.measurement import errors, run
 from adjoint.bench.measurement import overhead as host
-from adjoint.bench.omissions import omissions
+from adjoint.bench.omissions import omissions, other_devices
 from adjoint.bench.report import chart, results, tables
 from adjoint.bench.report.pictures import draw
 
@@ -95,6 +95,9 @@ def accuracy(
     Returns whether every promise was kept.
     """
     selected = errors.workloads_of(ops, rows)
+    run.check_peers(peers)
+    for sentence in other_devices(selected, device):
+        console.print(Text(sentence), soft_wrap=True)
     options = [f"--rows '{text}'" for text in rows] + [f"--peer {label}" for label in peers or ()]
     command = " ".join(["adjoint bench", *ops, "--errors", *options, *["--save"] * (folder is not None)])
 

@@ -15,11 +15,8 @@ def omissions(
     if device.type == "cpu":
         why = "" if torch.cuda.is_available() else ", because torch sees no GPU"
         yield f"Times are the CPU's{why}: workloads are cut to small sizes."
-    elsewhere = [workload for _, workload in selected if device.type not in workload.devices]
-    if elsewhere:
-        meant = " and ".join(sorted({kind for workload in elsewhere for kind in workload.devices}))
-        yield f"Left out: {len(elsewhere)} of {len(selected)} workloads, meant for {meant}."
-    timed = [workload for _, workload in selected if workload not in elsewhere]
+    yield from other_devices(selected, device)
+    timed = [workload for _, workload in selected if device.type in workload.devices]
     if not compile and any(workload.baseline is not None and workload.compile for workload in timed):
         yield "Left out: torch.compile, as --no-compile asks."
     entries = {PEERS[name].label: PEERS[name] for workload in timed for name in workload.peers}
@@ -31,3 +28,10 @@ def omissions(
     for label, peer in participants.items():
         if label not in need_gpu and version(peer.distribution) is None:
             yield f"Left out: {label}, which is not installed (pip install {peer.package})."
+
+
+def other_devices(selected: Sequence[tuple[str, Workload]], device: torch.device) -> Iterator[str]:
+    """A sentence about the workloads that are meant for other devices, if there are any."""
+    if elsewhere := [workload for _, workload in selected if device.type not in workload.devices]:
+        meant = " and ".join(sorted({kind for workload in elsewhere for kind in workload.devices}))
+        yield f"Left out: {len(elsewhere)} of {len(selected)} workloads, meant for {meant}."

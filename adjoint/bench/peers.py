@@ -177,7 +177,8 @@ def _transformers_gated_delta_rule(function: Any, *inputs: Any) -> Any:
 def _flashinfer_gated_delta_rule(task: Task) -> Contender:
     """FlashInfer's kernels for Hopper. Its own rule decides between one sequence at a time and a split along time.
 
-    It takes the decay and not its logarithm, and has no batch axis. Both are converted before the clock starts.
+    It takes the decay and not its logarithm, and has no batch axis. Both are converted before the clock starts. One
+    sequence at a time it always writes the final states, which nobody else is asked for.
     """
     folder, install = "flashinfer.gdn_kernels.delta_rule_dsl", "flashinfer-python"
     whole = _imported(f"{folder}.delta_rule_sm90:delta_rule_prefill_dsl_sm90", install)

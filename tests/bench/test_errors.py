@@ -209,3 +209,17 @@ def test_a_comparison_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(errors, "_compared", fail)
     rows = [row for row in errors.measure("loss", workload, torch.device("cpu")) if row.contender == run.OURS]
     assert rows and all(not row.holds and "no memory" in row.note for row in rows)
+
+
+def test_every_name_by_which_an_op_is_timed_measures_its_errors() -> None:
+    every = [workload for family in FAMILIES for module in cases(family) for workload in module.WORKLOADS]
+    names = {name for workload in every for name in run.names_of(workload)}
+    assert "gated_delta.recompute_w_u" in names
+    assert not [name for name in sorted(names) if not errors.workloads_of([name])]
+
+
+def test_workloads_for_other_devices_and_unknown_peers_are_told() -> None:
+    told = CliRunner().invoke(app, ["bench", "moe.experts", "--errors", "--rows", "16384", "--device", "cpu"])
+    assert told.exit_code == 0 and "workloads, meant for cuda." in told.stderr + told.stdout
+    refused = CliRunner().invoke(app, ["bench", "silu", "--errors", "--peer", "Nobody", "--device", "cpu"])
+    assert refused.exit_code != 0 and "unknown peer Nobody" in refused.stderr + refused.stdout

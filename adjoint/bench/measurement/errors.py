@@ -18,7 +18,7 @@ from torch import Tensor
 from adjoint.bench import environment
 from adjoint.bench.contenders import FORWARD, Contender, NotInstalled, Task
 from adjoint.bench.measurement.check import poison
-from adjoint.bench.measurement.run import EAGER, OURS, builders_of, first_line, select, tasks_of
+from adjoint.bench.measurement.run import EAGER, OURS, builders_of, first_line, names_of, select, tasks_of
 from adjoint.bench.report.results import write_tables
 from adjoint.contract.cases import Workload
 from adjoint.contract.inputs import widened
@@ -73,8 +73,7 @@ def workloads_of(ops: Sequence[str], rows: Sequence[str] = ()) -> list[tuple[str
 
 def _is_meant(workload: Workload, ops: Sequence[str], functions: set[Any]) -> bool:
     """Whether ops name a workload's subject, or its function."""
-    subject = workload.subject
-    return subject.function in functions and bool({subject.name, subject.function.__name__} & set(ops))
+    return workload.subject.function in functions and bool(names_of(workload) & set(ops))
 
 
 def _kind(workload: Workload) -> tuple[Any, ...]:

@@ -138,11 +138,11 @@ def select(ops: Sequence[str], rows: Sequence[str] = ()) -> list[tuple[str, Work
     """The workloads of the named ops, or of all ops, with their families; with `rows`, those whose name contains one of
     these texts."""
     every = [(family, workload) for family in FAMILIES for module in cases(family) for workload in module.WORKLOADS]
-    unknown = sorted(set(ops).difference(*(_names(workload) for _, workload in every)))
+    unknown = sorted(set(ops).difference(*(names_of(workload) for _, workload in every)))
     if unknown:
         known = dict.fromkeys(path_of(workload.subject) for _, workload in every)
         raise ArgumentError(unknown_op("bench", unknown, list(known), "ops with workloads"))
-    chosen = [(family, workload) for family, workload in every if not ops or set(ops) & _names(workload)]
+    chosen = [(family, workload) for family, workload in every if not ops or set(ops) & names_of(workload)]
     names = [workload.name for _, workload in chosen]
     for text in rows:
         if not any(text in name for name in names):
@@ -150,7 +150,7 @@ def select(ops: Sequence[str], rows: Sequence[str] = ()) -> list[tuple[str, Work
     return [row for row, name in zip(chosen, names, strict=True) if not rows or any(text in name for text in rows)]
 
 
-def _names(workload: Workload) -> set[str]:
+def names_of(workload: Workload) -> set[str]:
     """The names by which users may call its op."""
     subject = workload.subject
     path = path_of(subject)
