@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.models.small import GRADIENTS
 from tests import forks
+from tests.models.small import GRADIENTS
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
