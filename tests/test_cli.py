@@ -12,7 +12,10 @@ from typer.testing import CliRunner
 
 import adjoint
 from adjoint.cli import app, env
+from adjoint.cli.call import tensor_arguments
+from adjoint.contract.cases import Subject
 from adjoint.core.op.operator import operators
+from adjoint.verify.listing.jobs import subjects
 
 
 @pytest.fixture(autouse=True)
@@ -149,6 +152,26 @@ def test_plan_takes_ids_tables_and_keywords(
     }
     expected = str(adjoint.plan(getattr(adjoint, arguments[0]), device="cpu", **tensors, **keywords))
     assert done.output.rstrip("\n") == expected
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("rms_norm", "--shape", "4x64", "--shape", "64"),
+        ("rms_norm", "--shape", "4x64", "--shape", "64", "--shape", "residual=4x64"),
+        ("cross_entropy", "--shape", "4x64", "--shape", "4"),
+        ("linear_cross_entropy", "--shape", "4x64", "--shape", "100x64", "--shape", "4"),
+    ],
+)
+def test_plan_knows_the_tensors_of_overloaded_functions(arguments: tuple[str, ...]) -> None:
+    done = call("plan", *arguments, "--device", "cpu")
+    assert done.exit_code == 0 and done.output.startswith(f"problem    {arguments[0]}"), done.output
+
+
+@pytest.mark.parametrize("subject", subjects(), ids=lambda subject: subject.name)
+def test_plan_knows_every_tensor_of_every_op(subject: Subject) -> None:
+    """One that holds gate and up, "packed" in cases, takes the place of gate."""
+    assert set(subject.inputs) - {"packed"} <= set(tensor_arguments(subject.function))
 
 
 def test_plan_takes_a_dtype_for_each_tensor() -> None:
