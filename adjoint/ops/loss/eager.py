@@ -227,7 +227,10 @@ def plain_targets(labels: Tensor, loss: Loss) -> Tensor:
 _UNITS = {kind: torch.ones((), dtype=kind, device="cpu") for kind in (torch.float32, torch.float64)}
 """Upstream gradients of 1."""
 
-NOTHING = {kind: torch.empty(0, dtype=kind, device="cpu") for kind in (torch.float32, torch.float64, torch.int32)}
+NOTHING = {
+    kind: torch.empty(0, dtype=kind, device="cpu")
+    for kind in (torch.float32, torch.float64, torch.bfloat16, torch.int32)
+}
 """Outputs without elements, which all calls share."""
 
 # What follows runs once a call, and costs a small loss as much as its arithmetic: torch's functions are bound here.
@@ -258,6 +261,10 @@ class Plain(NamedTuple):
             value = torch.zeros_like(value)
         return Plain(value, number, counted > 0, counted == target.shape[0])
 
+    def value_like(self, labels: Tensor) -> Tensor:
+        """The value; those of tokens in the shape of their labels."""
+        return self.value.view(labels.shape) if self.value.dim() and labels.dim() != 1 else self.value
+
     @property
     def kept_count(self) -> Tensor:
         """The number of labels, at least 1, as it is kept."""
@@ -276,22 +283,33 @@ def plain_slopes(
     return slopes  # type: ignore[no-any-return]
 
 
-def forward_plain(
-    logits: Tensor, labels: Tensor, loss: Loss, with_slopes: bool, keep: bool
-) -> tuple[Tensor, ...] | None:
+def plain_rows(
+    rows: Tensor, logarithms: Tensor, target: Tensor, plain: Plain, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """The class and L of each token of a plain loss, as `forward` writes them."""
+    # L = z_y − log p_y, and 0 where a token does not count: torch's loss of each is −log p_y, or 0.
+    of_each = [_losses_of_each(x, target, None, _NONE, ignore_index) for x in (logarithms, rows)]
+    sizes, targets = of_each[0].sub_(of_each[1]), target.int()
+    if not plain.is_whole:
+        targets.masked_fill_(target == ignore_index, -1)
+    return targets, sizes
+
+
+def forward_plain(arguments: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
     """What `forward` writes, of a plain loss in torch's own calls; None of another, and where a label is wrong."""
+    logits, labels, *options, with_slopes, keep = arguments
+    loss = Loss(*options)
     if not is_plain(labels, logits.shape[-1], loss):
         return None
-    kind, target = wide_dtype(logits.dtype), plain_targets(labels, loss)
+    target = plain_targets(labels, loss)
     rows = logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1])
-    rows = rows if rows.dtype == kind else rows.to(kind)
+    if rows.dtype.itemsize == 2:
+        rows = rows.float()
     logarithms = torch.log_softmax(rows, 1)
     plain = Plain.of(logarithms, target, loss)
     if plain is None:
         return None
-    value, nothing = plain.value, NOTHING[kind]
-    if loss.reduction == "none" and labels.dim() != 1:
-        value = value.view(labels.shape)
+    value, nothing = plain.value_like(labels), NOTHING[rows.dtype]
     if with_slopes:
         slopes = nothing
         if keep:
@@ -299,12 +317,8 @@ def forward_plain(
                 logarithms, target, plain.number, loss.ignore_index, reduction_of(loss), plain.is_whole
             )
             slopes = slopes if logits.dim() == 2 else slopes.view(logits.shape)
-        return value, nothing, NOTHING[torch.int32], nothing, plain.kept_count, slopes
-    # L = z_y − log p_y, and 0 where a token does not count: torch's loss of each is −log p_y, or 0.
-    of_each = [_losses_of_each(x, target, None, _NONE, loss.ignore_index) for x in (logarithms, rows)]
-    sizes, targets = of_each[0].sub_(of_each[1]), target.int()
-    if not plain.is_whole:
-        targets.masked_fill_(target == loss.ignore_index, -1)
+        return value, nothing, NOTHING[torch.int32], nothing, nothing, slopes
+    targets, sizes = plain_rows(rows, logarithms, target, plain, loss.ignore_index)
     return value, nothing, targets, sizes, plain.kept_count, nothing
 
 
@@ -321,6 +335,7 @@ def forward(logits: Tensor, labels: Tensor, loss: Loss, fault: Fault, outputs: t
     out, log_probabilities, targets, sizes, count, slopes = outputs
     classes = logits.shape[-1]
     tokens = tokens_of(labels, classes, loss, fault)
+    count = count if count.numel() else count.new_empty(1)
     write_count(tokens, count)
     if targets.numel():
         write_targets(tokens, targets)

@@ -15,6 +15,7 @@ from adjoint.ops.loss.eager import (
     cap,
     is_plain,
     part,
+    plain_rows,
     plain_slopes,
     plain_targets,
     reduction_of,
@@ -77,7 +78,7 @@ def _add_products(
 def forward_plain(arguments: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
     """What `forward` writes, of a plain loss in torch's own calls; None of another, and where a label is wrong."""
     loss = Loss(*arguments[4:-2])
-    if not loss.is_total or not is_plain(arguments[2], arguments[1].shape[0], loss):
+    if not is_plain(arguments[2], arguments[1].shape[0], loss):
         return None
     if not torch.is_autocast_enabled("cpu"):
         return _forward_plain(arguments, loss)
@@ -93,10 +94,15 @@ def _forward_plain(arguments: tuple[Any, ...], loss: Loss) -> tuple[Tensor, ...]
     if element != kind:
         rows, weight, bias = rows.to(kind), weight.to(kind), None if bias is None else bias.to(kind)
     logits = _logits(rows, weight, bias)
-    logarithms = torch.log_softmax(logits, 1, out=logits)  # as in `row_results`
+    logarithms = torch.log_softmax(logits, 1, out=logits if loss.is_total else None)  # as in `row_results`
     plain = Plain.of(logarithms, target, loss)
     if plain is None:
         return None
+    if not loss.is_total:
+        targets, sizes = plain_rows(logits, logarithms, target, plain, loss.ignore_index)
+        nothing = NOTHING[kind]
+        kept = NOTHING[torch.bfloat16] if element == torch.bfloat16 else nothing
+        return plain.value_like(labels), nothing, targets, sizes, plain.kept_count, kept, nothing, nothing
     needed = needed_sums(loss, frozen, keep, bias is not None)
     slopes = logarithms  # not read, unless they are
     if needed:
