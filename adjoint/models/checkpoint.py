@@ -61,8 +61,8 @@ def load(
     config = HybridConfig.from_folder(folder)
     dtype = _stated_dtype(folder) if dtype is None else dtype
     if dtype not in FLOATING:
-        expected = ", ".join(map(short, FLOATING))
-        raise ArgumentError(f"HybridLM.from_pretrained: dtype must be one of {expected} of torch, got {dtype!r}")
+        kinds = ", ".join(map(short, FLOATING))
+        raise ArgumentError(f"HybridLM.from_pretrained: dtype must be one of {kinds} of torch, got {dtype!r}")
     entries = list(_entries(folder))
     if config.tie_word_embeddings and _has_another_head(entries):
         _log.warning("%s: lm_head.weight is not the embedding, though the configuration ties them: it is kept", folder)

@@ -1,7 +1,6 @@
 """`GatedAttention`: softmax attention with normalised heads, partial rotary positions and an output gate."""
 
 import inspect
-import itertools
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache as cached
 from typing import Any, cast
@@ -17,6 +16,7 @@ from adjoint.core.errors import ArgumentError
 from adjoint.device.sequences import check_bounds, require_cu_seqlens
 from adjoint.nn.cache import ROOM, KeyValueCache, Places
 from adjoint.nn.norm import RMSNorm
+from adjoint.nn.packed_attention import packed_attention, parts_of
 from adjoint.nn.tokens import require_count, require_tokens, weight_of
 from adjoint.ops.activation import sigmoid_gate
 from adjoint.ops.rotary import rotary
@@ -150,14 +150,12 @@ def causal_attention(
         return _attend(q, k, v)
     if q.is_cuda and q.dtype in HALVES:
         return _packed_on_cuda(q, k, v, cu_seqlens)
+    if q.is_cpu and torch.compiler.is_compiling():
+        return packed_attention(q, k, v, cu_seqlens)[0]
     bounds = cu_seqlens.tolist()
     if not torch.compiler.is_compiling():
         check_bounds("GatedAttention", bounds, q.shape[1])
-    parts = [
-        _attend(q[:, begin:end], k[:, begin:end], v[:, begin:end])
-        for begin, end in itertools.pairwise(bounds)
-        if end > begin
-    ]
+    parts = [_attend(q[:, part], k[:, part], v[:, part]) for part in parts_of(bounds)]
     return torch.cat(parts, 1) if parts else q
 
 
