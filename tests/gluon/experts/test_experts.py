@@ -87,6 +87,26 @@ def test_nan_stays_in_its_token_and_its_experts() -> None:
         assert got[output][1].isnan().any(), output
 
 
+def test_a_lost_weight_or_upstream_gradient_stays_in_its_token_and_its_experts() -> None:
+    """A weight has no part in any gradient of weights, and an upstream gradient none in y."""
+    layer, token = Layer.of(128, 64, (70, 130, 10, 0), slots=2), 40
+    right, (*others, indices, weights) = layer.results(), layer.inputs
+    spoilt, dy = weights.clone(), layer.dy.clone()
+    spoilt[token, 1] = dy[token, 5] = torch.nan
+    elsewhere = torch.arange(len(indices)) != token
+    for changed, entries, untouched in (
+        (replace(layer, inputs=(*others, indices, spoilt)), indices[token, 1:], "dweights"),
+        (replace(layer, dy=dy), indices[token], "y"),
+    ):
+        got, strangers = changed.results(), [e not in entries.tolist() for e in range(4)]
+        for output in ("y", "dx", "dweights"):
+            kept = torch.ones_like(elsewhere) if output == untouched else elsewhere
+            assert torch.equal(got[output][kept], right[output][kept]), output
+            assert output == untouched or got[output][token].isnan().any(), output
+        for output in ("dgate_up", "ddown"):
+            assert torch.equal(got[output][strangers], right[output][strangers]), output
+
+
 def test_experts_without_rows_have_zero_gradients() -> None:
     results = Layer.of(128, 128, (0, 10, 0)).results()
     for output in ("dgate_up", "ddown"):

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adjoint.core.arguments import require_floating, require_ids
+from adjoint.core.arguments import as_int, require_floating, require_ids
 from adjoint.core.errors import ArgumentError
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
@@ -111,5 +111,5 @@ def dispatch(
     >>> layout.offsets, layout.permutation
     (tensor([0, 2, 3, 4, 4], dtype=torch.int32), tensor([1, 2, 3, 0], dtype=torch.int32))
     """
-    rows, *layout = _dispatch.call(x, indices, num_experts, preference=preference)
+    rows, *layout = _dispatch.call(x, indices, as_int(num_experts), preference=preference)
     return rows, Layout(*layout)

@@ -39,13 +39,17 @@ _OP = "moe.experts"
 # -------------------------------------------------------------------------------------------- checks
 
 
-def _check_layer(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> None:
-    """Requires x [T, D], gate_up [E, 2I, D] and down [E, D, I] in one dtype, and weights [T, k]."""
+def _require_tokens(x: Tensor) -> None:
     require_floating(_OP, "x", x)
     if x.dim() != 2:
         raise ArgumentError(
             f"{_OP}: x must have two axes, tokens and columns, got shape {tuple(x.shape)}; flatten batch and time first"
         )
+
+
+def _check_layer(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> None:
+    """Requires x [T, D], gate_up [E, 2I, D] and down [E, D, I] in one dtype, and weights [T, k]."""
+    _require_tokens(x)
     columns = x.shape[1]
     require_floating(_OP, "gate_up", gate_up)
     if gate_up.dim() != 3 or gate_up.shape[1] % 2 or gate_up.shape[2] != columns:
@@ -73,9 +77,9 @@ def _check_layer(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> N
 
 
 def _check(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, weights: Tensor) -> None:
-    require_floating(_OP, "x", x)
+    _require_tokens(x)
     require_ids(_OP, "indices", indices, "x", x)
-    if indices.dim() != 2 or x.dim() != 2 or indices.shape[0] != x.shape[0] or indices.shape[1] < 1:
+    if indices.dim() != 2 or indices.shape[0] != x.shape[0] or indices.shape[1] < 1:
         raise ArgumentError(
             f"{_OP}: indices must have shape [tokens, k], a line for each token of x, whose shape is {tuple(x.shape)}, "
             f"and k ≥ 1, got {tuple(indices.shape)}"

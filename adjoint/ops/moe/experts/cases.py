@@ -215,7 +215,7 @@ def _other_gradient(device: torch.device) -> None:
 
 
 BAD_CALLS = (
-    BadCall("x with three axes", _changed(x=shaped(5, 1, 6)), "moe.experts", "x", "(5, 1, 6)"),
+    BadCall("x with three axes", _changed(x=shaped(5, 1, 6)), "x must have two axes", "(5, 1, 6)", "flatten"),
     BadCall("gate_up of an odd number of rows", _changed(gate_up=shaped(4, 5, 6)), "gate_up", "2·I", "(4, 5, 6)"),
     BadCall("gate_up of other columns", _changed(gate_up=shaped(4, 6, 7)), "gate_up", "6 columns", "(4, 6, 7)"),
     BadCall("gate_up of one expert alone", _changed(gate_up=shaped(6, 6)), "gate_up", "(6, 6)"),

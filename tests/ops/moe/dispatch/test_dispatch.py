@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -270,3 +271,9 @@ def test_the_kernels_refuse_what_they_cannot_number(device: torch.device) -> Non
     many = torch.empty(2**28 + 1, 0, device="meta"), torch.empty(2**28 + 1, 1, dtype=torch.int64, device="meta")
     with pytest.raises(adjoint.Unsupported, match=r"up to 268435456 tokens and entries, these are 268435457"):
         adjoint.plan(moe.dispatch, *many, 4, device=device, preference=Preference(backend="triton"))
+
+
+def test_a_number_of_experts_of_numpy_is_a_number() -> None:
+    indices = _indices(5, 2, 3)
+    (rows, layout), (right, other) = (moe.dispatch(_values(5, 4), indices, number) for number in (np.int64(3), 3))
+    assert torch.equal(rows, right) and all(map(torch.equal, layout, other))
