@@ -202,7 +202,9 @@ def compare(rows: list[dict[str, Any]], report: Report) -> str:
 
 def compare_bits(device: str, steps: int, report: Report) -> str:
     """Two runs, and a third that is killed after half of its steps and resumed: equal losses and weights."""
-    context = multiprocessing.get_context("spawn")  # which may use a GPU beside this process
+    # A new process may use a GPU beside this one. On the CPU a process that has imported everything once makes forks.
+    context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
+    context.set_forkserver_preload(["torch._inductor.config", "adjoint.train.run"])
     with tempfile.TemporaryDirectory() as name:
         folders = [Path(name) / text for text in ("one", "two", "killed")]
         runs = [context.Process(target=run_small, args=(device, steps, str(folder))) for folder in folders]

@@ -4,9 +4,11 @@ Tests marked `kernels` execute Triton kernels: they need the interpreter or a GP
 elsewhere. Where the interpreter is on, nothing but them is worth running again.
 """
 
+import gc
 import hashlib
 import os
 import subprocess
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -47,6 +49,23 @@ def _checked_out() -> str:
 
 def pytest_configure(config: pytest.Config) -> None:
     interpreter.correct()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keeps Python's garbage collector from walking, again and again, through what stays until the end: millions of
+    objects of torch, Triton, transformers and the tests. It goes through what tests leave behind, and less often."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.set_threshold(GARBAGE)
+        gc.enable()
+
+
+GARBAGE = 20_000
+"""The number of new objects after which garbage is collected; 700, Python's own, finds a few kilobytes of it."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

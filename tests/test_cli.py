@@ -1,6 +1,7 @@
 """The `adjoint` command: what it prints, how it refuses, its exit status."""
 
 import json
+import os
 import subprocess
 import sys
 from typing import Any
@@ -11,7 +12,10 @@ from typer.testing import CliRunner
 
 import adjoint
 from adjoint.cli import app, env
+from adjoint.cli.call import tensor_arguments
+from adjoint.contract.cases import Subject
 from adjoint.core.op.operator import operators
+from adjoint.verify.listing.jobs import subjects
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +42,34 @@ def test_runs_as_a_module() -> None:
         [sys.executable, "-m", "adjoint", "plan", "relu", "--shape", "4"], capture_output=True, text=True
     )
     assert done.returncode == 2 and "unknown op 'relu'" in done.stderr and "Traceback" not in done.stderr
+
+
+def in_a_terminal_of(encoding: str, *arguments: str) -> bytes:
+    done = subprocess.run(
+        [sys.executable, "-m", "adjoint", *arguments],
+        capture_output=True,
+        env=os.environ | {"PYTHONIOENCODING": encoding},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("encoding", ("ascii", "cp1252"))
+def test_terminals_that_lack_characters_get_their_escapes(encoding: str) -> None:
+    """A bound has ½, ≤, η and 2⁻¹⁴⁹."""
+    arguments = ("plan", "silu", "--shape", "4x64", "--device", "cpu")
+    assert b"u = 2\\u207b" in in_a_terminal_of(encoding, *arguments)
+    data = json.loads(in_a_terminal_of(encoding, *arguments, "--json").decode(encoding))
+    assert data == json.loads(in_a_terminal_of("utf-8", *arguments, "--json"))
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+@pytest.mark.parametrize("arguments", (("env",), ("ops", "silu"), ("plan", "silu", "--shape", "4", "--json")))
+def test_an_output_that_cannot_be_written_is_one_sentence(arguments: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "adjoint", *arguments], stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == 1
+    assert done.stderr.decode() == "the output cannot be written: No space left on device\n"
 
 
 def test_env_names_versions_and_backends() -> None:
@@ -120,6 +152,26 @@ def test_plan_takes_ids_tables_and_keywords(
     }
     expected = str(adjoint.plan(getattr(adjoint, arguments[0]), device="cpu", **tensors, **keywords))
     assert done.output.rstrip("\n") == expected
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("rms_norm", "--shape", "4x64", "--shape", "64"),
+        ("rms_norm", "--shape", "4x64", "--shape", "64", "--shape", "residual=4x64"),
+        ("cross_entropy", "--shape", "4x64", "--shape", "4"),
+        ("linear_cross_entropy", "--shape", "4x64", "--shape", "100x64", "--shape", "4"),
+    ],
+)
+def test_plan_knows_the_tensors_of_overloaded_functions(arguments: tuple[str, ...]) -> None:
+    done = call("plan", *arguments, "--device", "cpu")
+    assert done.exit_code == 0 and done.output.startswith(f"problem    {arguments[0]}"), done.output
+
+
+@pytest.mark.parametrize("subject", subjects(), ids=lambda subject: subject.name)
+def test_plan_knows_every_tensor_of_every_op(subject: Subject) -> None:
+    """One that holds gate and up, "packed" in cases, takes the place of gate."""
+    assert set(subject.inputs) - {"packed"} <= set(tensor_arguments(subject.function))
 
 
 def test_plan_takes_a_dtype_for_each_tensor() -> None:

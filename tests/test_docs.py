@@ -12,12 +12,9 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import sys
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +28,7 @@ from adjoint.ops.activation import plans
 from adjoint.verify.certificate import kernel_code, load
 from adjoint.verify.certificate.page import certificate_page
 from adjoint.verify.report import summary
+from tests import forks
 
 ROOT = Path(__file__).parents[1]
 CERTIFICATE = ROOT / "docs" / "nvidia-h200"
@@ -93,31 +91,19 @@ def outputs(text: str) -> list[tuple[Block, Block | None]]:
 
 
 RUN_BLOCKS = """
-import contextlib, io, json, os, sys, traceback
+import contextlib, io, json, sys
 import adjoint
 
-def run(name, blocks):
-    namespace = {"__name__": "__main__"}
-    printed = []
-    for line, code in blocks:
-        with contextlib.redirect_stdout(io.StringIO()) as stream:
-            exec(compile("\\n" * line + code, name, "exec"), namespace)
-        printed.append(stream.getvalue())
-    return printed
-
-for request in sys.stdin:
-    child = os.fork()
-    if child == 0:
-        try:
-            answer = run(*json.loads(request))
-        except BaseException:
-            answer = traceback.format_exc()
-        print(json.dumps(answer), flush=True)
-        os._exit(0)
-    if os.waitpid(child, 0)[1]:
-        print(json.dumps("the process died"), flush=True)
+name, blocks = json.load(sys.stdin)
+namespace = {"__name__": "__main__"}
+printed = []
+for line, code in blocks:
+    with contextlib.redirect_stdout(io.StringIO()) as stream:
+        exec(compile("\\n" * line + code, name, "exec"), namespace)
+    printed.append(stream.getvalue())
+print(json.dumps(printed))
 """
-"""Reads documents, a line each, and runs the blocks of each in a process of its own, a fork: imports take long."""
+"""Reads a document and its blocks, and runs them."""
 
 
 def plain_environment() -> dict[str, str]:
@@ -127,33 +113,17 @@ def plain_environment() -> dict[str, str]:
     return kept | fixed | {"PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"}
 
 
-def run(arguments: list[str], given: str | None = None) -> str:
-    done = subprocess.run(
-        [sys.executable, *arguments], input=given, env=plain_environment(), cwd=ROOT, capture_output=True, text=True
-    )
+def run(arguments: list[str], given: str = "") -> str:
+    done = forks.python(*arguments, environment=plain_environment(), given=given)
     assert done.returncode == 0, f"{shlex.join(arguments)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
-
-
-@cache
-def forker() -> "subprocess.Popen[str]":
-    """The process that runs blocks; it ends with this one, which closes its input."""
-    return subprocess.Popen(
-        [sys.executable, "-c", RUN_BLOCKS], env=plain_environment(), cwd=ROOT, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
 
 
 def printed_by(document: Path) -> list[tuple[Block, Block | None, str]]:
     """Each Python block of a document, the block that shows its output, and what it really prints."""
     pairs = outputs(document.read_text(encoding="utf-8"))
     code = [(block.start + 1, block.text) for block, _ in pairs]
-    process = forker()
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(json.dumps([str(document), code]) + "\n")  # Triton reads sources again
-    process.stdin.flush()
-    results = json.loads(process.stdout.readline())
-    assert isinstance(results, list), f"{document.name}\n{results}"
+    results = json.loads(run(["-c", RUN_BLOCKS], json.dumps([str(document), code])))
     return [(block, shown, result) for (block, shown), result in zip(pairs, results, strict=True)]
 
 

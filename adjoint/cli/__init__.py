@@ -4,6 +4,10 @@ Commands import modules when they run, so that help is quick. A mistake of the u
 status 2. A check that fails gives the exit status 1. With `--json` only data goes to the standard output.
 """
 
+import errno
+import io
+import os
+import sys
 from collections.abc import Callable
 from typing import Annotated
 
@@ -52,5 +56,18 @@ app.add_typer(verify.certificates, name="certificate")
 
 
 def main() -> None:
-    """The entry point of the `adjoint` command."""
-    app()
+    """The entry point of the `adjoint` command.
+
+    A terminal that lacks a character gets its escape, and an output that cannot be written is one sentence.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        app()
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered is written at the exit again
+        print(f"the output cannot be written: {error.strerror}", file=sys.stderr)
+        raise SystemExit(1) from None

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, get_args, get_overloads
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ def read_call(
     """
     function, keywords = _function(op)
     keywords |= _settings(op, function, settings)
-    arguments = _arguments(function)
+    arguments = tensor_arguments(function)
     alone = len(shapes) == 1 and "=" not in shapes[0]
     if alone and not any(argument.integer for argument in arguments.values()):
         shapes = list(shapes) * _count_tensors(function, keywords, arguments)
@@ -77,7 +77,7 @@ def _function(op: str) -> tuple[Callable[..., Any], dict[str, Any]]:
 
 
 def _settings(op: str, function: Callable[..., Any], settings: Sequence[str]) -> dict[str, Any]:
-    tensors = _arguments(function)
+    tensors = tensor_arguments(function)
     known = {
         name: parameter
         for name, parameter in inspect.signature(function).parameters.items()
@@ -108,11 +108,15 @@ def _value(text: str) -> Any:
 # --------------------------------------------------------------------------------------------- tensors
 
 
-def _arguments(function: Callable[..., Any]) -> dict[str, _Argument]:
+def tensor_arguments(function: Callable[..., Any]) -> dict[str, _Argument]:
     """The tensor arguments of a function, found by its annotations."""
+    stated: dict[str, list[Any]] = {}  # an implementation leaves it to its overloads to say what an argument may be
+    for form in (*get_overloads(function), function):
+        for name, parameter in inspect.signature(form).parameters.items():
+            stated.setdefault(name, []).extend(get_args(parameter.annotation) or (parameter.annotation,))
     arguments = {}
     for name, parameter in inspect.signature(function).parameters.items():
-        for kind in get_args(parameter.annotation) or (parameter.annotation,):
+        for kind in stated[name]:
             dtypes = getattr(kind, "dtypes", None)
             if dtypes is not None:
                 arguments[name] = _Argument(

@@ -1,5 +1,6 @@
 """The output of commands: text as wide as the terminal, data as JSON, and refusals."""
 
+import codecs
 import json
 import math
 import os
@@ -23,7 +24,8 @@ def has_width(*, stderr: bool = False) -> bool:
 
 
 def print_json(data: Any) -> None:
-    print(json.dumps(_in_json(data), indent=2, ensure_ascii=False))
+    has_all = codecs.lookup(sys.stdout.encoding or "ascii").name.startswith("utf")  # every character
+    print(json.dumps(_in_json(data), indent=2, ensure_ascii=not has_all))
 
 
 def _in_json(value: Any) -> Any:

@@ -15,9 +15,10 @@ that appears in no guarantee appears in no test.
 """
 
 import math
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,7 +100,7 @@ class Derived:
         bound = self.bound(*inputs)
         error = rounding_error(output, exact)
         if self.axes:
-            error = error.flatten(-self.axes).norm(dim=-1)
+            error = norm_of(error, self.axes)
         share = torch.where((error == 0) | bound.isposinf(), 0.0, error / bound)
         return Measurement(_largest(share), 1.0, "of the bound", self._of_expected(error, *inputs))
 
@@ -142,6 +143,43 @@ class Empirical:
     def __str__(self) -> str:
         smaller = f", or to elements of {self.floor:g} where they are smaller" if self.floor else ""
         return f"≤ {self.ceiling:g} relative{smaller}, recorded on {self.cases}"
+
+
+class EvaluatedOnce:
+    """A function of tensors whose results the bounds of several outputs share: it runs once for the same tensors.
+
+    It runs again where somebody has written to one of them since, and forgets its results when one of them is gone.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._last: tuple[list[Any], Any] | None = None
+
+    def __call__(self, *inputs: Tensor | None) -> Any:
+        last = self._last  # read once, as other threads may replace it
+        if last is not None and _are_now(inputs, last[0]):
+            return last[1]
+        states = [None if x is None else (weakref.ref(x, self._forget), _version(x)) for x in inputs]
+        with torch.no_grad():
+            results = self._function(*inputs)
+        self._last = states, results
+        return results
+
+    def _forget(self, gone: Any) -> None:
+        self._last = None
+
+
+def _are_now(inputs: Sequence[Tensor | None], states: Sequence[Any]) -> bool:
+    """Whether inputs are the tensors whose states were noted, and nobody has written to them since."""
+    return len(inputs) == len(states) and all(
+        state is None if x is None else state is not None and state[0]() is x and state[1] == _version(x) is not None
+        for x, state in zip(inputs, states, strict=True)
+    )
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often a tensor was written to; None where torch does not count."""
+    return None if tensor.is_inference() else tensor._version
 
 
 ErrorStatement = Enumerated | Derived | Empirical
@@ -202,6 +240,21 @@ class Guarantee:
             if getattr(self, name):
                 lines.append(f"{name.replace('_', ' ')}: {getattr(self, name)}")
         return "\n".join(lines)
+
+
+def norm_of(x: Tensor, axes: int = 1) -> Tensor:
+    """The Euclidean norm over the last axes, of numbers too whose squares have no place in their type."""
+    flat = x.flatten(-axes)
+    if not flat.shape[-1]:
+        return flat.sum(-1)
+    largest = flat.abs().amax(-1, keepdim=True)
+    exponent = torch.where(largest.isfinite(), torch.frexp(largest).exponent, 0).clamp(-1000, 1000)
+    return torch.ldexp(torch.ldexp(flat, -exponent).norm(dim=-1), exponent.squeeze(-1))
+
+
+def without_nan(bound: Tensor) -> Tensor:
+    """A bound that is infinite where infinities on the way made it NaN: nothing is promised there."""
+    return torch.where(bound.isnan(), torch.inf, bound)
 
 
 def spacing(exact: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,17 +11,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from adjoint.core.guarantee import spacing
+from adjoint.core.guarantee import spacing, without_nan
 
 NOISE = 2.0**-50
 """The share of a bound that its evaluation in float64 may lose."""
 
 
 class Arithmetic(NamedTuple):
-    """The unit roundoff u of operations, and the largest error that underflow may add."""
+    """The unit roundoff u of operations, the largest error that underflow may add, and half the largest number."""
 
     unit: float
     tiny: float
+    most: float
 
     @staticmethod
     def of(computed: torch.dtype, storage: torch.dtype) -> "Arithmetic":
@@ -30,7 +31,7 @@ class Arithmetic(NamedTuple):
         For float64 u is doubled, because the exact results are in float64 too and round as much.
         """
         info = torch.finfo(computed)
-        return Arithmetic(info.eps / (1 if storage == torch.float64 else 2), info.smallest_normal)
+        return Arithmetic(info.eps / (1 if storage == torch.float64 else 2), info.smallest_normal, info.max / 2)
 
 
 class Running:
@@ -46,11 +47,14 @@ class Running:
         return self.exact.abs() + self.error
 
     def _rounded(self, exact: Tensor, error: Tensor, terms: Tensor | None = None, operations: float = 1) -> "Running":
-        """A result with the error of `operations` further roundings of `terms`; by default, of the result itself."""
-        u, tiny = self.arithmetic
+        """A result with the error of `operations` further roundings of `terms`; by default, of the result itself.
+
+        The error is infinite where the terms may have no place in the arithmetic's type.
+        """
+        u, tiny, most = self.arithmetic
         share = operations * u / (1 - operations * u) + NOISE
         size = exact.abs() + error if terms is None else terms
-        return Running(self.arithmetic, exact, error + share * size + tiny)
+        return Running(self.arithmetic, exact, torch.where(size < most, error + share * size + tiny, torch.inf))
 
     def __add__(self, other: "Running") -> "Running":
         return self._rounded(self.exact + other.exact, self.error + other.error)
@@ -84,7 +88,7 @@ class Running:
     def exp(self, roundings: int = 8) -> "Running":
         """e^x. An absolute error of x is a relative error of the result; the product of x with log₂e is rounded too."""
         exact = self.exact.exp()
-        u, tiny = self.arithmetic
+        u, tiny, _ = self.arithmetic
         far = self.exact.abs().nan_to_num(posinf=0.0)
         error = exact * (torch.expm1(self.error) + torch.exp(self.error) * (4 * far + roundings) * u)
         return Running(self.arithmetic, exact, error + tiny)
@@ -99,9 +103,9 @@ class Running:
 
     def stored(self, computed: torch.dtype, kind: torch.dtype) -> Tensor:
         """The bound after the numbers are rounded to `kind`. Torch rounds float64 to 16-bit types through float32."""
+        error = without_nan(self.error)
         if kind == computed:
-            return self.error
-        error = self.error
+            return error
         if computed == torch.float64 and kind.itemsize == 2:
             error = error + 2.0**-24 * self.size + torch.finfo(torch.float32).smallest_normal * 2.0**-23
         return error + spacing(self.exact.abs() + error, kind) / 2

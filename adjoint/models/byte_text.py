@@ -61,7 +61,7 @@ def is_byte_tokenizer(path: Path) -> bool:
     """Whether a tokenizer.json is that of bytes."""
     try:
         return bool(json.loads(path.read_text(encoding="utf-8")) == byte_tokenizer())
-    except (ValueError, OSError):
+    except (ValueError, OSError, RecursionError):
         return False
 
 

@@ -1,7 +1,7 @@
 """`Cache`: the states of all layers of a `HybridLM` after earlier tokens, in one object."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from adjoint.core.arguments import require_integer
 from adjoint.core.errors import ArgumentError
 from adjoint.nn.cache import KeyValueCache, Places, RecurrentCache
+from adjoint.nn.tokens import require_count
 
 if TYPE_CHECKING:
     from adjoint.models.decoding import Decoder
@@ -32,11 +33,20 @@ class Cache:
 
     Attributes:
         lengths: the number of earlier tokens of each sequence.
+        dtype, device: those of the model when the cache was made.
         decoder: the decoder that `HybridLM.decoder` has made for this cache.
     """
 
-    def __init__(self, model: object, layers: Sequence[RecurrentCache | KeyValueCache], lengths: Sequence[int]) -> None:
+    def __init__(
+        self,
+        model: object,
+        layers: Sequence[RecurrentCache | KeyValueCache],
+        lengths: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self.layers, self.lengths = tuple(layers), tuple(lengths)
+        self.dtype, self.device = dtype, device
         self._model = model
         self.decoder: Decoder | None = None
         self._snapshots: list[int] = []
@@ -66,7 +76,9 @@ class Cache:
         sequence = torch.arange(batch, device=device)[:, None].expand(batch, time)
         offset = torch.arange(time, device=device).expand(batch, time)
         if cu_seqlens is not None:
-            sequence = torch.repeat_interleave(torch.tensor(counts, device=device), output_size=time)[None]
+            sequence = torch.repeat_interleave(
+                torch.tensor(counts, dtype=torch.int64, device=device), output_size=time
+            )[None]
             offset = offset - cu_seqlens[sequence]
         positions = torch.tensor(past, dtype=torch.int64, device=device)[sequence] + offset
         if slots is None:
@@ -90,6 +102,8 @@ class Cache:
             )
 
     def _require(self, slots: Sequence[int]) -> None:
+        if not isinstance(slots, Collection):
+            raise ArgumentError(f"Cache: slots must be a list of them, got {slots!r}")
         for slot in slots:
             if not 0 <= require_integer("Cache", "slots", slot) < len(self):
                 raise ArgumentError(f"Cache: slots must be from 0 to {len(self) - 1}, got {slot}")
@@ -107,6 +121,7 @@ class Cache:
 
     def reserve(self, capacity: int) -> None:
         """Makes room for this many tokens of each sequence at once."""
+        capacity = require_count("Cache.reserve", "capacity", capacity)
         for layer in self.layers:
             if isinstance(layer, KeyValueCache):
                 layer.reserve(capacity)
@@ -128,7 +143,8 @@ class Cache:
 
     def copy(self) -> "Cache":
         """Another cache in the same state, with memory of its own."""
-        return Cache(self._model, [layer.copy() for layer in self.layers], self.lengths)
+        layers = [layer.copy() for layer in self.layers]
+        return Cache(self._model, layers, self.lengths, self.dtype, self.device)
 
     __copy__ = copy
 
@@ -149,7 +165,7 @@ class Cache:
         for layer in self.layers:
             device = layer.state.device if isinstance(layer, RecurrentCache) else layer.keys.device
             layers.append(layer.select(torch.tensor(tuple(slots), dtype=torch.int64, device=device)))
-        return Cache(self._model, layers, [self.lengths[slot] for slot in slots])
+        return Cache(self._model, layers, [self.lengths[slot] for slot in slots], self.dtype, self.device)
 
     def snapshot(self) -> "Snapshot":
         """The present state, for `rollback`. Keys and values are not copied, because they stay in their places."""
@@ -164,7 +180,7 @@ class Cache:
         Raises:
             ArgumentError: the snapshot is of another cache, or is invalid.
         """
-        if snapshot.cache is not self or snapshot.number not in self._snapshots:
+        if not isinstance(snapshot, Snapshot) or snapshot.cache is not self or snapshot.number not in self._snapshots:
             raise ArgumentError(
                 "Cache.rollback: snapshot must be one of this cache, of tokens that it has not forgotten since, by "
                 "another rollback or by clear"

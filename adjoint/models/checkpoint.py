@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from adjoint.core.arguments import require_size
+from adjoint.core.arguments import FLOATING, require_size
 from adjoint.core.errors import ArgumentError, Unsupported
+from adjoint.core.problem import short
 from adjoint.models import safetensors
-from adjoint.models.config import HybridConfig
+from adjoint.models.config import HybridConfig, read_json
 from adjoint.models.safetensors import Entry
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ _log = logging.getLogger("adjoint.models")
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 _LEFT_OUT = {
     "vision": re.compile(r"(model\.)?visual\..*"),
@@ -58,13 +60,17 @@ def load(
     """See `HybridLM.from_pretrained`: everything is checked by the files' headers before a tensor is read."""
     config = HybridConfig.from_folder(folder)
     dtype = _stated_dtype(folder) if dtype is None else dtype
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ArgumentError(f"HybridLM.from_pretrained: dtype must be a floating torch.dtype, got {dtype!r}")
+    if dtype not in FLOATING:
+        kinds = ", ".join(map(short, FLOATING))
+        raise ArgumentError(f"HybridLM.from_pretrained: dtype must be one of {kinds} of torch, got {dtype!r}")
     entries = list(_entries(folder))
     if config.tie_word_embeddings and _has_another_head(entries):
         _log.warning("%s: lm_head.weight is not the embedding, though the configuration ties them: it is kept", folder)
         config = replace(config, tie_word_embeddings=False)
-    model = kind(config, device="meta", dtype=dtype)
+    try:
+        model = kind(config, device="meta", dtype=dtype)
+    except ArgumentError as error:
+        raise ArgumentError(f"{folder / 'config.json'}: {error}") from None
     parts, left_out = _assign(model, folder, entries)
     device = _present("cpu" if device is None else device)
     for name, tensors in parts.items():
@@ -94,7 +100,7 @@ def _present(device: torch.device | str | int) -> torch.device:
 
 def _stated_dtype(folder: Path) -> torch.dtype:
     """The dtype that config.json names, of the text model first."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json")
     text = config.get("text_config")
     text = text if isinstance(text, dict) else {}
     for name in (part.get(key) for part in (text, config) for key in ("dtype", "torch_dtype")):
@@ -107,25 +113,26 @@ def _stated_dtype(folder: Path) -> torch.dtype:
 
 
 def _entries(folder: Path) -> Iterator[Entry]:
-    """All tensors of a folder: those of the index where there is one, or of the only file."""
+    """All tensors of a folder: those of the only file where there is one, as in transformers, or of all files that the
+    index names."""
     index = folder / INDEX
-    if not index.exists():
-        if not os.path.lexists(folder / WEIGHTS):
-            others = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".safetensors"))
-            there = f"; it has {', '.join(others[:4])}, which are not read" if others else ""
-            raise ArgumentError(f"HybridLM.from_pretrained: {folder} has neither {WEIGHTS} nor {INDEX}{there}")
+    if os.path.lexists(folder / WEIGHTS):
         yield from safetensors.read_header(folder / WEIGHTS).values()
         return
     try:
-        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = {name: str(file) for name, file in where.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise ArgumentError(f"{index} has no weight_map of tensors to files: {error!r}") from None
-    headers = {file: safetensors.read_header(folder / file) for file in sorted(set(files.values()))}
-    for name, file in files.items():
+        where = read_json(index).get("weight_map")
+    except FileNotFoundError:
+        others = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".safetensors"))
+        there = f"; it has {', '.join(others[:4])}, which are not read" if others else ""
+        raise ArgumentError(f"HybridLM.from_pretrained: {folder} has neither {WEIGHTS} nor {INDEX}{there}") from None
+    if not isinstance(where, dict) or not all(isinstance(file, str) and file for file in where.values()):
+        raise ArgumentError(f"{index} has no weight_map of tensors to files")
+    headers = {file: safetensors.read_header(folder / file) for file in sorted(set(where.values()))}
+    for name, file in where.items():
         if name not in headers[file]:
             raise ArgumentError(f"{folder / file} has no tensor {name}, which {INDEX} says it has")
-        yield headers[file][name]
+    for entries in headers.values():
+        yield from entries.values()
 
 
 def _has_another_head(entries: Iterable[Entry]) -> bool:
@@ -205,7 +212,7 @@ def _check_whole(folder: Path, name: str, parts: list[Part], shape: torch.Size) 
     """All of a parameter is there, and nothing of it twice."""
     places = [(part.expert, part.half) for part in parts]
     if len(set(places)) != len(places) or ((None, None) in places and len(places) > 1):
-        names = ", ".join(part.entry.name for part in parts[:4])
+        names = ", ".join(f"{part.entry.name} of {part.entry.path.name}" for part in parts[:4])
         raise ArgumentError(f"{folder} has {name} more than once: {names}")
     if (None, None) in places:
         return
@@ -229,6 +236,11 @@ def save(model: "HybridLM", folder: Path, max_shard_bytes: int) -> None:
     for name, tensor in tensors.items():
         if tensor.device.type == "meta":
             raise ArgumentError(f"HybridLM.save_pretrained: parameter {name} is on the meta device and has no values")
+        if hasattr(tensor, "full_tensor"):
+            raise ArgumentError(
+                f"HybridLM.save_pretrained: parameter {name} is sharded over processes; gather all of "
+                f"them with full_tensor() into a model of one process"
+            )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -241,6 +253,9 @@ def save(model: "HybridLM", folder: Path, max_shard_bytes: int) -> None:
     for name, group in zip(names, groups, strict=True):
         safetensors.write(folder / name, group, {"format": "pt"})
     (folder / INDEX).unlink(missing_ok=True)
+    for path in folder.iterdir():
+        if _SHARD.fullmatch(path.name) and path.name not in names:
+            path.unlink()
     if len(groups) > 1:
         where = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
         total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -20,6 +21,9 @@ ARCHITECTURES = {
 _MODELS_OF_SEVERAL_PARTS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 
 _MIXERS = ("linear_attention", "full_attention")
+
+_HEADS = {"num_attention_heads": "num_key_value_heads", "linear_num_value_heads": "linear_num_key_heads"}
+"""Numbers of heads, and those of the groups that share keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +145,14 @@ class HybridConfig:
             raise ArgumentError(f"HybridConfig: num_experts of {self.model_type} cannot be {self.num_experts}")
         if self.model_type == "qwen3_5_text" and self.num_experts:
             raise ArgumentError(f"HybridConfig: qwen3_5_text is dense, got num_experts {self.num_experts}")
+        if self.num_experts and self.num_experts_per_tok > self.num_experts:
+            raise ArgumentError(
+                f"HybridConfig: num_experts_per_tok must be at most num_experts, {self.num_experts}, got "
+                f"{self.num_experts_per_tok}"
+            )
+        for heads, groups in _HEADS.items():
+            if (several := getattr(self, heads)) % (each := getattr(self, groups)):
+                raise ArgumentError(f"HybridConfig: {heads} must be a multiple of {groups}, {each}, got {several}")
         if self.rotary_size < 2 or self.rotary_size % 2 or self.rotary_size > self.head_dim:
             raise ArgumentError(
                 f"HybridConfig: partial_rotary_factor {self.partial_rotary_factor} of head_dim {self.head_dim} must be "
@@ -182,7 +194,7 @@ class HybridConfig:
         known_names = {field.name for field in fields(cls)}
         values = _DEFAULTS[kind] | {name: value for name, value in config.items() if name in known_names}
         values = {name: value for name, value in values.items() if value is not None} | {"model_type": kind}
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        rope = _rope(config)
         values |= {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if rope.get(name) is not None}
         if "layer_types" not in values and (interval := config.get("full_attention_interval")):
             require_size("HybridConfig", "full_attention_interval", interval)
@@ -202,21 +214,26 @@ class HybridConfig:
             Unsupported: the model is of another family, or has a part that is not here.
         """
         path = Path(folder) / "config.json"
-        if Path(folder).is_file():
-            raise ArgumentError(f"HybridConfig: {folder} is a file; a checkpoint is a folder")
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
+            is_file, is_there = Path(folder).is_file(), os.path.lexists(folder)
+        except (OSError, ValueError) as error:  # the name is too long, for one
+            raise ArgumentError(f"HybridConfig: {str(folder)[:40]!r} is no folder: {error.args[-1]}") from None
+        if is_file:
+            raise ArgumentError(f"HybridConfig: {folder} is a file; a checkpoint is a folder")
+        if not is_there:
+            raise ArgumentError(
+                f"HybridConfig: there is no file {path}, nor a folder {folder}; a checkpoint is opened from a local "
+                f"folder, and nothing is downloaded"
+            )
+        try:
+            config = read_json(path)
         except FileNotFoundError:
             raise ArgumentError(f"HybridConfig: there is no file {path}; a checkpoint folder has one") from None
-        except (ValueError, OSError) as error:
-            raise ArgumentError(f"HybridConfig: {path} cannot be read as JSON: {error}") from None
-        if not isinstance(config, dict):
-            raise ArgumentError(f"HybridConfig: {path} must hold a JSON object, got {type(config).__name__}")
         try:
-            found = cls.from_dict(config)
+            loaded = cls.from_dict(config)
         except (ArgumentError, Unsupported) as error:
             raise type(error)(f"{path}: {error}") from None
-        return _with_stop_tokens(found, Path(folder) / "generation_config.json")
+        return _with_stop_tokens(loaded, Path(folder) / "generation_config.json")
 
     def to_dict(self) -> dict[str, Any]:
         """What config.json of a text model holds, for transformers and for `from_dict`."""
@@ -256,20 +273,41 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 """What transformers takes for a value that config.json leaves out, where the families differ."""
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object of a file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ArgumentError: it cannot be read, or holds something else; the file is named.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except (ValueError, OSError, RecursionError) as error:
+        raise ArgumentError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ArgumentError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
 def _with_stop_tokens(config: HybridConfig, path: Path) -> HybridConfig:
     """The configuration with the stop tokens that generation_config.json has, where there is one: transformers takes
     those, and of a chat model they are more."""
-    if not path.exists():
-        return config
     try:
-        generation = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ArgumentError(f"HybridConfig: {path} cannot be read as JSON: {error}") from None
-    stops = generation.get("eos_token_id") if isinstance(generation, dict) else None
+        stops = read_json(path).get("eos_token_id")
+    except FileNotFoundError:
+        return config
     try:
         return config if stops is None else config.replace(eos_token_id=stops)
     except ArgumentError as error:
         raise ArgumentError(f"{path}: {error}") from None
+
+
+def _rope(config: Mapping[str, Any]) -> Any:
+    """The parameters of rotary positions. The older name goes first where a configuration has both, as in transformers:
+    those who want longer texts add it to a config.json."""
+    return config.get("rope_scaling") or config.get("rope_parameters") or {}
 
 
 def _refuse(config: Mapping[str, Any]) -> None:
@@ -283,7 +321,7 @@ def _refuse(config: Mapping[str, Any]) -> None:
     dropout = config.get("attention_dropout") or 0.0
     if dropout != 0:
         raise Unsupported(f"HybridConfig: attention_dropout must be 0, got {dropout}")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = _rope(config)
     if not isinstance(rope, Mapping):
         raise ArgumentError(f"HybridConfig: rope_parameters must be an object, got {rope!r}")
     if nested := [name for name, value in rope.items() if isinstance(value, Mapping)]:

@@ -125,6 +125,8 @@ class HybridModel(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.pad_token_id, **factory)
         self.layers = nn.ModuleList(DecoderLayer(config, layer, **factory) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=1.0, **factory)
+        # A module's numbers are constants for a compiler. Those of the configuration may become symbols.
+        self.rotary_size, self.rope_theta = config.rotary_size, config.rope_theta
         self.gradient_checkpointing = False
 
     def forward(
@@ -166,9 +168,9 @@ class HybridModel(nn.Module):
 
     def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and sine of each token's angles, in float32 as transformers computes them."""
-        size = self.config.rotary_size
+        size = self.rotary_size
         steps = torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size
-        angles = positions[..., None].float() * (1.0 / (self.config.rope_theta**steps))
+        angles = positions[..., None].float() * (1.0 / (self.rope_theta**steps))
         return angles.cos().to(wide_dtype(dtype)), angles.sin().to(wide_dtype(dtype))
 
 

@@ -1,10 +1,10 @@
 """`Decoder`: one more token of a cache's sequences, at fixed addresses, so that a CUDA graph can contain the step."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from adjoint.core.arguments import require_integer
@@ -32,6 +32,7 @@ class Decoder:
         captures: the number of captures.
     """
 
+    @torch.inference_mode(False)  # its inputs are overwritten by every step, in whichever mode that runs
     def __init__(self, model: "HybridLM", cache: Cache) -> None:
         self.captures = 0
         self._model, self._cache = model, cache
@@ -43,15 +44,19 @@ class Decoder:
 
     @torch.no_grad()
     def __call__(
-        self, tokens: Sequence[int], slots: Sequence[int] | None = None
+        self, tokens: Sequence[int] | Int[Tensor, " sequences"], slots: Sequence[int] | None = None
     ) -> Float[Tensor, "sequences vocabulary"]:
         """The logits after one more token for each slot; by default for all sequences of the cache.
 
         Raises:
-            ArgumentError: the number of tokens is not that of the slots or of the cache's sequences, a slot is named
-                twice or does not exist, or a token is out of range.
+            ArgumentError: the model was moved or cast, the number of tokens is not that of the slots or of the cache's
+                sequences, a slot is named twice or does not exist, or a token is out of range.
         """
         cache, size = self._cache, self._model.config.vocab_size
+        self._model.check_cache(cache)
+        tokens = tokens.tolist() if isinstance(tokens, Tensor) else tokens
+        if not isinstance(tokens, Collection):
+            raise ArgumentError(f"Decoder: tokens must be a list of them, got {tokens!r}")
         cache.check(len(tokens), slots)
         for token in tokens:
             if not 0 <= require_integer("Decoder", "tokens", token) < size:

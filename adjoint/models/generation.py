@@ -9,10 +9,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adjoint.core.arguments import require_integer
+from adjoint.core.arguments import as_int, require_integer
 from adjoint.core.errors import ArgumentError
+from adjoint.core.problem import short
 from adjoint.models.cache import Cache
-from adjoint.models.packing import pack
+from adjoint.models.packing import pack, token_ids
 
 if TYPE_CHECKING:
     from adjoint.models.hybrid import HybridLM
@@ -30,7 +31,7 @@ class Sampling:
         top_p: only the largest logits may be chosen: as many as it takes for their probabilities to add up to p.
 
     Raises:
-        ArgumentError: a value is out of range.
+        ArgumentError: a value is out of range, or top_k or top_p has no temperature.
 
     >>> import torch
     >>> Sampling()(torch.tensor([[1.0, 3.0, 2.0]]))
@@ -48,6 +49,11 @@ class Sampling:
             raise ArgumentError(f"generate: top_k must be at least 1, got {self.top_k}")
         if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             raise ArgumentError(f"generate: top_p must be above 0 and at most 1, got {self.top_p!r}")
+        for name in ("top_k", "top_p"):
+            if self.temperature == 0 and getattr(self, name) is not None:
+                raise ArgumentError(
+                    f"generate: {name} restricts what is drawn, and temperature 0 draws nothing; set a temperature"
+                )
 
     def __call__(
         self, logits: Float[Tensor, "sequences vocabulary"], generator: torch.Generator | None = None
@@ -74,7 +80,6 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-@torch.no_grad()
 def stream(
     model: "HybridLM",
     prompts: Prompts,
@@ -86,40 +91,61 @@ def stream(
     generator: torch.Generator | None,
     cuda_graph: bool | None,
 ) -> Iterator[list[int | None]]:
-    """See `HybridLM.stream`."""
+    """See `HybridLM.stream`. Mistakes raise here, and not when the first tokens are asked for."""
     rows = _checked(model, prompts, max_new_tokens, prefill_chunk)
     if model.device.type == "meta":
         raise ArgumentError("generate: the model is on the meta device and has no values")
     if cuda_graph and model.device.type != "cuda":
         raise ArgumentError(f"generate: cuda_graph needs a model on a GPU, and this one is on {model.device}")
-    if isinstance(stop_tokens, int):
-        stop_tokens = (stop_tokens,)
-    elif isinstance(stop_tokens, Iterable):
-        stop_tokens = list(stop_tokens)  # an iterator can be read only once
-    if stop_tokens is not None and not (
-        isinstance(stop_tokens, Iterable) and all(isinstance(token, int) for token in stop_tokens)
-    ):
-        raise ArgumentError(f"generate: stop_tokens must be token ids, got {stop_tokens}")
+    stops = _stops(model, stop_tokens)
     if generator is not None and not isinstance(generator, torch.Generator):
         raise ArgumentError(f"generate: generator must be a torch.Generator, got {type(generator).__name__}")
-    stops = set(model.config.stop_tokens if stop_tokens is None else stop_tokens)
-    is_kept = cache is not None
-    if cache is None:
-        cache = model.new_cache(len(rows))
-    model.check_cache(cache)
-    if len(cache) != len(rows):
-        raise ArgumentError(f"generate: cache holds {len(cache)} sequences, and prompts are {len(rows)}")
-    decode = _decoder(model, cache, cuda_graph)
+    if generator is not None and generator.device.type != model.device.type:
+        raise ArgumentError(
+            f"generate: generator must be on the model's device, {model.device}, got one on {generator.device}; "
+            f"make it by torch.Generator({str(model.device)!r})"
+        )
+    if cache is not None:
+        model.check_cache(cache)
+        if len(cache) != len(rows):
+            raise ArgumentError(f"generate: cache holds {len(cache)} sequences, and prompts are {len(rows)}")
+    return _steps(model, rows, max_new_tokens, sampling, stops, cache, prefill_chunk, generator, cuda_graph)
+
+
+AHEAD = 4096
+"""The most new tokens for which a cache gets memory before they are there. It grows as more come."""
+
+LOOK_EVERY = 64
+"""Steps from one look at whether logits are numbers to the next. A look waits for the GPU; a NaN in a state stays."""
+
+
+@torch.no_grad()
+def _steps(
+    model: "HybridLM",
+    rows: list[Tensor],
+    max_new_tokens: int,
+    sampling: Sampling,
+    stops: frozenset[int],
+    cache: Cache | None,
+    prefill_chunk: int | None,
+    generator: torch.Generator | None,
+    cuda_graph: bool | None,
+) -> Iterator[list[int | None]]:
     if not rows:
         return
     if max_new_tokens == 0:
-        if is_kept:  # afterwards the caller's cache has seen all tokens but the last one of each prompt
+        if cache is not None:  # afterwards the caller's cache has seen all tokens but the last one of each prompt
             _prefill(model, [row[:-1] for row in rows], cache, prefill_chunk)
         return
-    cache.reserve(max(past + len(row) for past, row in zip(cache.lengths, rows, strict=True)) + max_new_tokens)
+    cache = model.new_cache(len(rows)) if cache is None else cache
+    decode = _decoder(model, cache, cuda_graph)
+    longest = max(past + len(row) for past, row in zip(cache.lengths, rows, strict=True))
+    cache.reserve(longest + min(max_new_tokens, AHEAD))
     logits = cast(Tensor, _prefill(model, rows, cache, prefill_chunk))
     active = list(range(len(rows)))
     for step in range(max_new_tokens):
+        if step % LOOK_EVERY == 0 or step + 1 == max_new_tokens:
+            _require_numbers(model, logits, active, step)
         tokens = sampling(logits, generator).tolist()
         chosen: list[int | None] = [None] * len(rows)
         for slot, token in zip(active, tokens, strict=True):
@@ -130,6 +156,28 @@ def stream(
             return
         active = [slot for slot, _ in following]
         logits = decode([token for _, token in following], None if len(active) == len(rows) else active)
+
+
+def _stops(model: "HybridLM", stop_tokens: Sequence[int] | Tensor | int | None) -> frozenset[int]:
+    """The tokens that end a sequence."""
+    if stop_tokens is None:
+        return frozenset(model.config.stop_tokens)
+    several = stop_tokens.tolist() if isinstance(stop_tokens, Tensor) else stop_tokens
+    several = list(several) if isinstance(several, Iterable) else [several]
+    for token in map(as_int, several):
+        if type(token) is not int:
+            raise ArgumentError(f"generate: stop_tokens must be token ids, got {token!r}")
+    return frozenset(map(as_int, several))
+
+
+def _require_numbers(model: "HybridLM", logits: Tensor, slots: Sequence[int], step: int) -> None:
+    """Raises ArgumentError if the largest logit of a sequence is none, from which no token can be chosen."""
+    if not (right := logits.amax(-1).isfinite()).all():
+        slot = slots[right.tolist().index(False)]
+        raise ArgumentError(
+            f"generate: the logits of prompt {slot} after {step} new tokens are not finite; the model has weights that "
+            f"are not, or numbers beyond the range of {short(model.dtype)}"
+        )
 
 
 Decode = Callable[[list[int], list[int] | None], Tensor]
@@ -195,7 +243,7 @@ def _checked(model: "HybridLM", prompts: Prompts, max_new_tokens: int, prefill_c
     if is_number or not hasattr(prompts, "__len__"):
         got = "one number" if is_number else type(prompts).__name__
         raise ArgumentError(f"generate: prompts must be lists of token ids, or rows of a tensor of them, got {got}")
-    rows = [_token_ids(prompt, number) for number, prompt in enumerate(prompts)]
+    rows = [token_ids("generate: prompts", prompt, number, "cpu") for number, prompt in enumerate(prompts)]
     for number, row in enumerate(rows):
         if row.numel() == 0:
             raise ArgumentError(f"generate: prompts must have a token each, and number {number} has none")
@@ -206,6 +254,7 @@ def _checked(model: "HybridLM", prompts: Prompts, max_new_tokens: int, prefill_c
                 f"{number}"
             )
     for name, value, least in (("max_new_tokens", max_new_tokens, 0), ("prefill_chunk", prefill_chunk, 1)):
+        value = as_int(value)
         if value is None and name == "prefill_chunk":
             continue
         if isinstance(value, bool) or not isinstance(value, int):
@@ -213,17 +262,3 @@ def _checked(model: "HybridLM", prompts: Prompts, max_new_tokens: int, prefill_c
         if value < least:
             raise ArgumentError(f"generate: {name} must be at least {least}, got {value}")
     return rows
-
-
-def _token_ids(prompt: Sequence[int] | Tensor, number: int) -> Tensor:
-    """One prompt as int64 on the CPU."""
-    wrong = f"generate: prompts must be lists of token ids, or rows of a tensor of them, and number {number} is"
-    try:
-        row = torch.as_tensor(prompt, device="cpu")
-    except (TypeError, ValueError, RuntimeError):
-        raise ArgumentError(f"{wrong} {str(prompt)[:40]!r}") from None
-    if row.dim() != 1:
-        raise ArgumentError(f"{wrong} of shape {tuple(row.shape)}")
-    if row.numel() and (row.is_floating_point() or row.is_complex() or row.dtype == torch.bool):
-        raise ArgumentError(f"{wrong} of {str(row.dtype).removeprefix('torch.')}")
-    return row.long()

@@ -9,8 +9,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from adjoint.core.arguments import require_ids, require_integer
+from adjoint.core.arguments import require_ids
 from adjoint.core.errors import ArgumentError
+from adjoint.core.problem import short
 from adjoint.device.sequences import check_bounds, require_cu_seqlens
 from adjoint.models.cache import Cache
 from adjoint.models.config import HybridConfig
@@ -21,6 +22,7 @@ from adjoint.models.packing import next_labels
 from adjoint.nn.gated_delta_net import GatedDeltaNet
 from adjoint.nn.moe import Routing
 from adjoint.nn.plain import is_plain
+from adjoint.nn.tokens import require_count
 from adjoint.ops import moe
 from adjoint.ops.loss import cross_entropy, linear_cross_entropy
 
@@ -204,6 +206,8 @@ class HybridLM(nn.Module):
                 f"HybridLM: labels must have the shape of input_ids, {tuple(input_ids.shape)}, and all logits; "
                 f"got {reason}"
             )
+        if last_only and input_ids.shape[1] == 0 and len(input_ids):
+            raise ArgumentError("HybridLM: last_only needs a token of each sequence, and input_ids has none")
         if last_only and cu_seqlens is not None and not cu_seqlens.is_cuda and (cu_seqlens.diff() < 1).any():
             raise ArgumentError(
                 f"HybridLM: last_only needs a token of each sequence, got cu_seqlens {cu_seqlens.tolist()}"
@@ -224,11 +228,10 @@ class HybridLM(nn.Module):
     def new_cache(self, sequences: int, capacity: int = 0) -> Cache:
         """An empty cache for a number of sequences, with room for `capacity` tokens of each. It grows when they have
         more."""
-        for name, value in (("sequences", sequences), ("capacity", capacity)):
-            if require_integer("HybridLM.new_cache", name, value) < 0:
-                raise ArgumentError(f"HybridLM.new_cache: {name} must be at least 0, got {value}")
-        layers = cast(list[DecoderLayer], list(self.model.layers))
-        return Cache(self, [layer.new_cache(sequences, capacity) for layer in layers], [0] * sequences)
+        sequences = require_count("HybridLM.new_cache", "sequences", sequences)
+        capacity = require_count("HybridLM.new_cache", "capacity", capacity)
+        layers = [layer.new_cache(sequences, capacity) for layer in cast(list[DecoderLayer], list(self.model.layers))]
+        return Cache(self, layers, [0] * sequences, self.dtype, self.device)
 
     def decoder(self, cache: Cache) -> Decoder:
         """The decoder of a cache, which appends one token at a time to its sequences. It is made once for each cache.
@@ -242,13 +245,18 @@ class HybridLM(nn.Module):
         return cache.decoder
 
     def check_cache(self, cache: Cache) -> None:
-        """Raises ArgumentError if a cache does not belong to this model."""
+        """Raises ArgumentError if a cache does not belong to this model, or is of its dtype or device of before."""
         if not isinstance(cache, Cache):
             raise ArgumentError(
                 f"HybridLM: cache must be one of this model, from new_cache; got {type(cache).__name__}"
             )
         if not cache.belongs_to(self):
             raise ArgumentError("HybridLM: cache must be one of this model, from new_cache; got one of another")
+        if (cache.dtype, cache.device) != (self.dtype, self.device):
+            raise ArgumentError(
+                f"HybridLM: cache must be made after the model is moved or cast; it is {short(cache.dtype)} on "
+                f"{cache.device}, and the model is {short(self.dtype)} on {self.device}"
+            )
 
     def gradient_checkpointing_enable(self, enable: bool = True) -> None:
         """Keeps only the streams between layers in training. A layer computes the rest again in its backward."""
@@ -336,17 +344,21 @@ class HybridLM(nn.Module):
         """
         from adjoint.models.checkpoint import load
 
-        if not isinstance(folder, str | PathLike):
-            raise ArgumentError(f"HybridLM.from_pretrained: folder must be a path, got {type(folder).__name__}")
-        return load(cls, Path(folder), device, dtype)
+        return load(cls, _path("from_pretrained", folder), device, dtype)
 
     def save_pretrained(self, folder: str | Path, *, max_shard_bytes: int = 5 * 2**30) -> None:
         """Writes a checkpoint folder that `from_pretrained` and transformers open: config.json and safetensors files.
 
         Args:
-            folder: made if it is not there; files of an older checkpoint of the same names are replaced.
+            folder: made if it is not there; the weights of an older checkpoint in it are replaced.
             max_shard_bytes: weights beyond this go into several files, with an index.
         """
         from adjoint.models.checkpoint import save
 
-        save(self, Path(folder), max_shard_bytes)
+        save(self, _path("save_pretrained", folder), max_shard_bytes)
+
+
+def _path(method: str, folder: object) -> Path:
+    if not isinstance(folder, str | PathLike):
+        raise ArgumentError(f"HybridLM.{method}: folder must be a path, got {type(folder).__name__}")
+    return Path(folder)

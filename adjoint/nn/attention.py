@@ -1,7 +1,6 @@
 """`GatedAttention`: softmax attention with normalised heads, partial rotary positions and an output gate."""
 
 import inspect
-import itertools
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache as cached
 from typing import Any, cast
@@ -17,6 +16,8 @@ from adjoint.core.errors import ArgumentError
 from adjoint.device.sequences import check_bounds, require_cu_seqlens
 from adjoint.nn.cache import ROOM, KeyValueCache, Places
 from adjoint.nn.norm import RMSNorm
+from adjoint.nn.packed_attention import packed_attention, parts_of
+from adjoint.nn.tokens import require_count, require_tokens, weight_of
 from adjoint.ops.activation import sigmoid_gate
 from adjoint.ops.rotary import rotary
 
@@ -86,12 +87,14 @@ class GatedAttention(nn.Module):
         self.q_norm = RMSNorm(head_dim, eps, offset=1.0, **factory)
         self.k_norm = RMSNorm(head_dim, eps, offset=1.0, **factory)
 
+    @torch.inference_mode(False)
     def new_cache(self, sequences: int, capacity: int = 0) -> KeyValueCache:
         """An empty cache for a number of sequences, with room for `capacity` tokens of each."""
-        shape = (sequences, self.num_key_value_heads, 0, self.head_dim)
-        weight = self.k_proj.weight
-        cache = KeyValueCache(weight.new_zeros(shape), weight.new_zeros(shape))
-        cache.reserve(capacity)
+        sequences = require_count("GatedAttention.new_cache", "sequences", sequences)
+        shape, weight = (sequences, self.num_key_value_heads, 0, self.head_dim), self.k_proj.weight
+        keys, values = (torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in range(2))
+        cache = KeyValueCache(keys, values)
+        cache.reserve(require_count("GatedAttention.new_cache", "capacity", capacity))
         return cache
 
     def forward(
@@ -113,7 +116,10 @@ class GatedAttention(nn.Module):
             cache: the keys and values of earlier tokens, after which the sequences go on; needs `places`.
             places: the places of the tokens in the cache.
         """
+        require_tokens("GatedAttention", x, self.hidden_size, weight_of(self.q_proj), 3)
         require_cu_seqlens("GatedAttention", cu_seqlens, x, "x")
+        if cache is not None and not isinstance(cache, KeyValueCache):
+            raise ArgumentError(f"GatedAttention: cache must be of its new_cache, got {type(cache).__name__}")
         queries = self.q_proj(x).unflatten(-1, (self.num_heads, 2 * self.head_dim))
         q, gate = queries.split(self.head_dim, dim=-1)
         heads = (self.num_key_value_heads, self.head_dim)
@@ -140,18 +146,16 @@ def causal_attention(
     cu_seqlens: Int[Tensor, " bounds"] | None = None,
 ) -> Float[Tensor, "batch time heads size"]:
     """Causal softmax attention of each row, or of each packed sequence."""
-    if cu_seqlens is None:
+    if cu_seqlens is None or cu_seqlens.is_meta:  # on meta there are shapes alone
         return _attend(q, k, v)
     if q.is_cuda and q.dtype in HALVES:
         return _packed_on_cuda(q, k, v, cu_seqlens)
+    if q.is_cpu and torch.compiler.is_compiling():
+        return packed_attention(q, k, v, cu_seqlens)[0]
     bounds = cu_seqlens.tolist()
     if not torch.compiler.is_compiling():
         check_bounds("GatedAttention", bounds, q.shape[1])
-    parts = [
-        _attend(q[:, begin:end], k[:, begin:end], v[:, begin:end])
-        for begin, end in itertools.pairwise(bounds)
-        if end > begin
-    ]
+    parts = [_attend(q[:, part], k[:, part], v[:, part]) for part in parts_of(bounds)]
     return torch.cat(parts, 1) if parts else q
 
 

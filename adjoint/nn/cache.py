@@ -1,6 +1,7 @@
 """Caches for decoding: the states of recurrent layers, and the keys and values of attention.
 
-Both are written in place, without gradients. A model has one for each layer in an `adjoint.models.Cache`.
+Both are written in place, without gradients. A model has one for each layer in an `adjoint.models.Cache`. Their memory
+is made outside of inference mode, so that a cache that was filled there can be overwritten elsewhere.
 """
 
 from dataclasses import dataclass
@@ -60,9 +61,11 @@ class RecurrentCache:
         self.conv[rows] = conv
         self.state[rows] = state
 
+    @torch.inference_mode(False)
     def copy(self) -> "RecurrentCache":
         return RecurrentCache(self.conv.clone(), self.state.clone())
 
+    @torch.inference_mode(False)
     def select(self, rows: Tensor) -> "RecurrentCache":
         return RecurrentCache(self.conv[rows], self.state[rows])
 
@@ -101,13 +104,16 @@ class KeyValueCache:
             room = -(-capacity // ROOM) * ROOM
             self.keys, self.values = (_grown(x, room) for x in (self.keys, self.values))
 
+    @torch.inference_mode(False)
     def copy(self) -> "KeyValueCache":
         return KeyValueCache(self.keys.clone(), self.values.clone())
 
+    @torch.inference_mode(False)
     def select(self, rows: Tensor) -> "KeyValueCache":
         return KeyValueCache(self.keys[rows], self.values[rows])
 
 
+@torch.inference_mode(False)
 def _grown(x: Tensor, room: int) -> Tensor:
     """The same rows with room for more tokens. New places are 0, because a masked weight of 0 must not meet a NaN."""
     return torch.nn.functional.pad(x, (0, 0, 0, room - x.shape[2]))

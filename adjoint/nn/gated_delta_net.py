@@ -12,6 +12,7 @@ from adjoint.core.problem import wide_dtype
 from adjoint.nn.cache import RecurrentCache
 from adjoint.nn.conv import CausalConv1d
 from adjoint.nn.norm import GatedRMSNorm
+from adjoint.nn.tokens import require_count, require_tokens, weight_of
 from adjoint.ops.gated_delta import gate, gated_delta_rule, gated_delta_step
 from adjoint.ops.gated_delta.step import MAX_TOKENS
 
@@ -120,13 +121,15 @@ class GatedDeltaNet(nn.Module):
             self.A_log.uniform_(0.01, 16).log_()
             self.dt_bias.fill_(1)
 
+    @torch.inference_mode(False)
     def new_cache(self, sequences: int) -> RecurrentCache:
         """The state before the first token of each sequence."""
-        weight = self.conv1d.weight
-        sizes = (sequences, self.num_value_heads, self.key_head_dim, self.value_head_dim)
+        sequences, weight = require_count("GatedDeltaNet.new_cache", "sequences", sequences), self.conv1d.weight
+        past = (sequences, sum(self.sizes_qkv), self.conv_width - 1)
+        state = (sequences, self.num_value_heads, self.key_head_dim, self.value_head_dim)
         return RecurrentCache(
-            weight.new_zeros(sequences, sum(self.sizes_qkv), self.conv_width - 1),
-            weight.new_zeros(sizes, dtype=wide_dtype(weight.dtype)),
+            torch.zeros(past, dtype=weight.dtype, device=weight.device),
+            torch.zeros(state, dtype=wide_dtype(weight.dtype), device=weight.device),
         )
 
     def forward(
@@ -149,6 +152,10 @@ class GatedDeltaNet(nn.Module):
             ArgumentError: an operation refuses its arguments, a gradient would have to go through the cache, or (on the
                 CPU) the cache does not have one of the slots.
         """
+        first = self.in_proj_qkv if self.projections == "separate" else self.in_proj_qkvz
+        require_tokens("GatedDeltaNet", x, self.hidden_size, weight_of(first), 3)
+        if cache is not None and not isinstance(cache, RecurrentCache):
+            raise ArgumentError(f"GatedDeltaNet: cache must be of its new_cache, got {type(cache).__name__}")
         qkv, z, b, a = self._project(x)
         g, beta = gate(a, b, self.A_log, self.dt_bias)
         if cache is not None:  # the cache has the parameters' dtype, under autocast too

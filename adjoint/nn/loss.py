@@ -18,7 +18,8 @@ class LinearCrossEntropy(nn.Linear):
     """The loss of labels by `adjoint.linear_cross_entropy`; without labels, the logits.
 
     It is a `torch.nn.Linear`, by default without a bias, with the same parameters, initial values and state dict. So it
-    loads the `lm_head` of a Hugging Face model, and its weight can be tied to an embedding.
+    loads the `lm_head` of a Hugging Face model, and its weight can be tied to an embedding. Under autocast, hidden of
+    another dtype than the weight is multiplied as in a `torch.nn.Linear`: both are cast to autocast's dtype.
 
     Args:
         in_features: the number of columns of hidden.
@@ -86,9 +87,21 @@ class LinearCrossEntropy(nn.Linear):
             logits = super().forward(hidden)
             cap = self.options["softcap"]
             return logits if cap is None else cap * torch.tanh(logits / cap)
-        return linear_cross_entropy(
-            hidden, self.weight, labels, bias=self.bias, preference=self.preference, **self.options
-        )
+        hidden, weight, bias = self._in_one_dtype(hidden)
+        return linear_cross_entropy(hidden, weight, labels, bias=bias, preference=self.preference, **self.options)
+
+    def _in_one_dtype(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden, weight and bias. Without autocast a mixture of dtypes stays, and the op names it."""
+        weight, bias = self.weight, self.bias
+        if (
+            not isinstance(hidden, Tensor)
+            or hidden.dtype == weight.dtype
+            or torch.float64 in (hidden.dtype, weight.dtype)
+            or not torch.is_autocast_enabled(hidden.device.type)
+        ):
+            return hidden, weight, bias
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
     def extra_repr(self) -> str:
         changed = {name: value for name, value in self.options.items() if value != _DEFAULTS[name]}

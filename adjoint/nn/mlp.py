@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from adjoint.core.arguments import require_size
+from adjoint.nn.tokens import require_tokens, weight_of
 from adjoint.ops.activation import swiglu
 
 
@@ -40,10 +41,12 @@ class DenseMLP(nn.Module):
         super().__init__()
         hidden_size = require_size("DenseMLP", "hidden_size", hidden_size)
         intermediate_size = require_size("DenseMLP", "intermediate_size", intermediate_size)
+        self.hidden_size = hidden_size
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False, **factory)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False, **factory)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False, **factory)
 
     def forward(self, x: Float[Tensor, "*tokens hidden"]) -> Float[Tensor, "*tokens hidden"]:
+        require_tokens("DenseMLP", x, self.hidden_size, weight_of(self.gate_proj))
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]

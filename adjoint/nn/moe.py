@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from adjoint.core.arguments import FLOATING, require_floating, require_integer, require_size
+from adjoint.core.arguments import require_integer, require_size
 from adjoint.core.errors import ArgumentError
 from adjoint.core.preference import Preference
-from adjoint.core.problem import short
 from adjoint.nn.mlp import DenseMLP
+from adjoint.nn.tokens import require_tokens
 from adjoint.ops import moe
 from adjoint.ops.moe.route import SCORES
 
@@ -125,19 +125,7 @@ class SparseMoE(nn.Module):
         return self._mix(x, logits)[0]
 
     def _check(self, x: Tensor) -> None:
-        require_floating("SparseMoE", "x", x)
-        if x.dim() == 0 or x.shape[-1] != self.hidden_size:
-            raise ArgumentError(
-                f"SparseMoE: x must have {self.hidden_size} columns, the hidden size, got shape {tuple(x.shape)}"
-            )
-        weight = self.gate.weight  # of a quantised gate it is a method, or holds integers
-        if not isinstance(weight, Tensor) or weight.dtype not in FLOATING or x.dtype == weight.dtype:
-            return
-        if torch.float64 in (x.dtype, weight.dtype) or not torch.is_autocast_enabled(x.device.type):
-            raise ArgumentError(
-                f"SparseMoE: x must have the dtype of the layer's parameters, {short(weight.dtype)}, "
-                f"got {short(x.dtype)}; convert one of them"
-            )
+        require_tokens("SparseMoE", x, self.hidden_size, self.gate.weight)
 
     def _mix(self, x: Tensor, logits: Tensor) -> "tuple[Tensor, Routing]":
         tokens = x.reshape(-1, self.hidden_size)

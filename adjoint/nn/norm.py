@@ -6,9 +6,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from adjoint.core.arguments import require_flag, require_size
 from adjoint.core.preference import Preference
 from adjoint.nn.plain import beside
 from adjoint.ops.norm import gated_rms_norm, rms_norm
+from adjoint.ops.norm.arguments import require_eps, require_number
 
 
 class RMSNorm(nn.Module):
@@ -20,6 +22,9 @@ class RMSNorm(nn.Module):
         offset: what is added to the weight, which begins at 1 − offset: 1.0 for Qwen3-Next's norms.
         device, dtype: of the weight.
         preference: narrows the choice of plans.
+
+    Raises:
+        ArgumentError: there are no columns, eps is negative, or an argument is not a number.
 
     >>> import torch
     >>> RMSNorm(2)(torch.tensor([3.0, 4.0]))
@@ -40,6 +45,9 @@ class RMSNorm(nn.Module):
         preference: Preference | None = None,
     ) -> None:
         super().__init__()
+        size = require_size("RMSNorm", "size", size)
+        require_eps("RMSNorm", eps)
+        require_number("RMSNorm", "offset", offset)
         self.size, self.eps, self.offset, self.preference = size, eps, offset, preference
         self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
         self.reset_parameters()
@@ -71,6 +79,9 @@ class GatedRMSNorm(nn.Module):
         device, dtype: of the weight.
         preference: narrows the choice of plans.
 
+    Raises:
+        ArgumentError: there are no columns, eps is negative or not a number, or round_before_gate is not a flag.
+
     >>> import torch
     >>> GatedRMSNorm(2)(torch.tensor([3.0, 4.0]), torch.tensor([0.0, 1.0]))
     tensor([0.0000, 0.8271], grad_fn=<_GatedRmsNormBackward>)
@@ -87,6 +98,9 @@ class GatedRMSNorm(nn.Module):
         preference: Preference | None = None,
     ) -> None:
         super().__init__()
+        size = require_size("GatedRMSNorm", "size", size)
+        require_eps("GatedRMSNorm", eps)
+        require_flag("GatedRMSNorm", "round_before_gate", round_before_gate)
         self.size, self.eps, self.round_before_gate, self.preference = size, eps, round_before_gate, preference
         self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
         self.reset_parameters()

@@ -10,8 +10,13 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     Adapters, quantisers and sharding replace the class. Hooks do not, and neither does offloading, which replaces
     `forward`; so both are looked for.
     """
+    return type(module) is kind and "forward" not in vars(module) and not has_hooks(module)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of a module runs hooks beside its forward."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return type(module) is kind and "forward" not in vars(module) and not any(hooks)
+    return any(map(bool, hooks))
 
 
 def beside(weight: Tensor, x: Tensor) -> Tensor:

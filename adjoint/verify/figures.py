@@ -22,6 +22,7 @@ import torch
 
 from adjoint.bench.environment import slug
 from adjoint.contract.cases import Case, Subject
+from adjoint.contract.undrawn import Undrawn
 from adjoint.core.errors import Unsupported
 from adjoint.core.guarantee import Derived, Guarantee
 from adjoint.core.layout import to_meta
@@ -240,7 +241,8 @@ def due_of(
     """The cases and outputs that have figures on a machine, each with its number of seeds; nothing is computed."""
     sizes: dict[Place, dict[str, int]] = {}
     for case in subject.cases:
-        inputs = case.make(dtype, torch.device("cpu"), generator())
+        with Undrawn():
+            inputs = case.make(dtype, torch.device("cpu"), generator())
         call = subject.bind(inputs)
         outputs = call.operator.allocate(*map(to_meta, call.arguments))[: call.public_outputs]
         forward = {name: x for name, x in zip(call.operator.outputs, outputs, strict=False) if x.is_floating_point()}

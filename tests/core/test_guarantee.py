@@ -1,11 +1,24 @@
 """How errors are measured: what counts as agreement, and that a bound can fail."""
 
 import math
+import weakref
 
 import pytest
 import torch
 
-from adjoint.core.guarantee import Derived, Empirical, Enumerated, Guarantee, absolute_error, error_in_ulp, spacing
+from adjoint.core.guarantee import (
+    Derived,
+    Empirical,
+    Enumerated,
+    EvaluatedOnce,
+    Guarantee,
+    absolute_error,
+    error_in_ulp,
+    spacing,
+)  # fmt: skip
+from adjoint.core.preference import Preference
+from adjoint.verify.listing.jobs import subjects
+from adjoint.verify.run import plan_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -91,3 +104,37 @@ def test_an_infinite_bound_promises_nothing_and_any_other_does() -> None:
     assert statement.measure(torch.tensor([torch.nan, 2.5]), torch.tensor([3.0, 2.0]), x).value == 0.5
     assert not statement.measure(torch.tensor([torch.nan, torch.nan]), torch.tensor([3.0, 2.0]), x).holds
     assert not statement.measure(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 2.0]), x).holds
+
+
+def test_what_bounds_share_is_evaluated_once_until_an_input_changes() -> None:
+    seen: list[float] = []
+
+    def function(x: torch.Tensor, absent: None) -> dict[str, torch.Tensor]:
+        seen.append(float(x.sum()))
+        return {"twice": 2 * x}
+
+    once = EvaluatedOnce(function)
+    x = torch.ones(2)
+    assert once(x, None) is once(x, None) and seen == [2.0]
+    x.mul_(3)
+    assert torch.equal(once(x, None)["twice"], torch.full((2,), 6.0)) and seen == [2.0, 6.0]
+    assert once(x.clone(), None) is not once(x, None)
+    results = weakref.ref(once(x, None)["twice"])
+    del x
+    assert results() is None, "results stay when nobody can ask for them again"
+    with torch.inference_mode():
+        x = torch.ones(2)
+        assert once(x, None) is not once(x, None), "torch counts no writes to it"
+
+
+@pytest.mark.parametrize(("name", "place"), [("gated_delta_rule", 2), ("causal_conv1d", 0)])
+def test_a_bound_is_that_of_the_numbers_at_hand(name: str, place: int) -> None:
+    """Also where the caller has written to the same tensors since."""
+    subject = next(subject for subject in subjects() if subject.name == name)
+    inputs = subject.cases[0].make(torch.float64, torch.device("cpu"), torch.Generator().manual_seed(0))
+    (first, *_) = plan_of(subject, inputs, Preference()).guarantee.values()
+    before = first.error.bound(*inputs)
+    inputs[place].mul_(1000)
+    after = first.error.bound(*inputs)
+    copies = tuple(None if x is None else x.clone() for x in inputs)
+    assert torch.equal(after, first.error.bound(*copies)) and after.norm() > 10 * before.norm()

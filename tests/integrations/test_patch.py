@@ -154,6 +154,9 @@ def test_the_report_names_what_runs(name: str, capsys: pytest.CaptureFixture[str
 def test_what_is_no_model_is_named() -> None:
     with pytest.raises(adjoint.ArgumentError, match="model must be a model of transformers, got NoneType"):
         patch(None)  # type: ignore[arg-type]
+    for option in ("loss", "verbose"):
+        with pytest.raises(adjoint.ArgumentError, match=f"patch: {option} must be True or False, got 'no'"):
+            patch(nn.Linear(2, 2), **{option: "no"})
 
 
 @families
@@ -351,7 +354,7 @@ def test_a_loss_that_is_not_replaced_is_named() -> None:
     config = modeling.Qwen3NextForSequenceClassification.config_class(**CONFIGS["qwen3_next"].to_dict())
     model = modeling.Qwen3NextForSequenceClassification(config)
     left = {line.module: line.reason for line in patch(model, loss=True, verbose=False).replacements if line.reason}
-    assert left == {"Qwen3NextForSequenceClassification": "loss=True is for ForCausalLM, and this has another loss"}
+    assert left == {"Qwen3NextForSequenceClassification": "loss=True is for causal models, and this has another loss"}
     unpatch(model)
     assert all(not line.reason for line in patch(model, verbose=False).replacements)
 

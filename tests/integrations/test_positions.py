@@ -167,19 +167,64 @@ def test_packed_rows_are_refused_with_an_empty_cache_and_with_a_mask_that_hides_
     assert distance(masked.logits[:, 13:], alone.logits) <= 2 * LOGITS
 
 
-def test_dropout_in_attention_needs_positions_of_packed_sequences(ids: Tensor) -> None:
-    """Transformers' attention, which has dropout, knows no bounds but these."""
-    model = patched("qwen3_5").train()
+@families
+@pytest.mark.parametrize("implementation", ("eager", "sdpa"))
+@pytest.mark.parametrize("positions", (None, PACKED))
+def test_dropout_in_attention_of_packed_sequences(
+    name: str, implementation: str, positions: Tensor | None, ids: Tensor
+) -> None:
+    """Transformers' attention, which has dropout, learns the bounds however they are told."""
+    model = patched(name).train()
+    model.config._attn_implementation = implementation
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 1e-12
     bounds = torch.tensor([0, 13, 40], dtype=torch.int32)
     with torch.no_grad():
-        with pytest.raises(adjoint.Unsupported, match="position_ids that begin again"):
-            model(input_ids=ids[:1], cu_seq_lens_q=bounds, use_cache=False)
-        told = model(input_ids=ids[:1], cu_seq_lens_q=bounds, position_ids=PACKED, use_cache=False).logits
+        told = model(input_ids=ids[:1], cu_seq_lens_q=bounds, position_ids=positions, use_cache=False).logits
         alone = model(input_ids=ids[:1, 13:], use_cache=False).logits
-    assert distance(told[:, 13:], alone) <= 2 * LOGITS
+    assert distance(told[:, 13:], alone) <= 2 * LOGITS, "rotary positions that go on have the same differences"
+
+
+def test_dropout_in_attention_that_knows_no_bounds_is_an_error(ids: Tensor) -> None:
+    model = patched("qwen3_5").train()
+    model.config._attn_implementation = "flex_attention"
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.1
+    with pytest.raises(adjoint.Unsupported, match=r"need eager, sdpa or flash attention.*flex_attention"):
+        model(input_ids=ids[:1], cu_seq_lens_q=torch.tensor([0, 13, 40], dtype=torch.int32), use_cache=False)
+
+
+@families
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_weights_of_attention_of_packed_sequences(name: str, packing: str, ids: Tensor) -> None:
+    model = patched(name).eval()
+    model.config._attn_implementation = "eager"
+    told = {"cu_seq_lens_q": torch.tensor([0, 13, 40], dtype=torch.int32)} if packing == "cu_seq_lens" else {}
+    with torch.no_grad():
+        output = model(input_ids=ids[:1], position_ids=PACKED, use_cache=False, output_attentions=True, **told)
+        plain = model(input_ids=ids[:1], position_ids=PACKED, use_cache=False, **told)
+        parts = [model(input_ids=part, use_cache=False, output_attentions=True) for part in ids[:1].split((13, 27), 1)]
+    (weights,) = output.attentions
+    for own, part in zip((slice(0, 13), slice(13, 40)), parts, strict=True):
+        assert distance(weights[..., own, own], part.attentions[0]) <= 2 * LOGITS
+    assert not weights[..., 13:, :13].any() and not weights[..., :13, 13:].any(), "packed sequences see each other"
+    assert distance(output.logits, plain.logits) <= 2 * LOGITS
+
+
+@families
+def test_bounds_make_no_cache_that_nobody_asked_for(name: str, ids: Tensor) -> None:
+    """Configurations ask for a cache by default; a call that does is an error."""
+    model, bounds = patched(name).eval(), torch.tensor([0, 13, 40], dtype=torch.int32)
+    assert model.config.use_cache
+    with torch.no_grad():
+        for packed in ({"cu_seq_lens_q": bounds, "position_ids": PACKED}, {"position_ids": PACKED}):
+            output = model(input_ids=ids[:1], **packed)
+            assert output.past_key_values is None
+            assert distance(output.logits[:, 13:], model(input_ids=ids[:1, 13:], use_cache=False).logits) <= 2 * LOGITS
+        with pytest.raises(adjoint.Unsupported, match="pass use_cache=False"):
+            model(input_ids=ids[:1], cu_seq_lens_q=bounds, use_cache=True)
 
 
 @families

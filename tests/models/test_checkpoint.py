@@ -14,6 +14,7 @@ from torch import Tensor
 import adjoint
 from adjoint.models import HybridConfig, HybridLM, safetensors
 from tests.models.small import CONFIGS, small_model
+from tests.models.test_parity import their_class
 
 families = pytest.mark.parametrize("name", CONFIGS)
 
@@ -60,6 +61,23 @@ def test_saving_again_leaves_nothing_of_the_older_checkpoint(tmp_path: Path) -> 
     model.save_pretrained(tmp_path, max_shard_bytes=9000)
     assert same(HybridLM.from_pretrained(tmp_path), model)
     assert not list(tmp_path.glob("*.unfinished"))
+    shards = len(list(tmp_path.glob("*.safetensors")))
+    model.save_pretrained(tmp_path, max_shard_bytes=20_000)
+    assert len(list(tmp_path.glob("*.safetensors"))) < shards, "other numbers of shards have other names"
+    model.save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.glob("*.safetensors*")] == ["model.safetensors"]
+
+
+def test_one_file_goes_before_an_index(tmp_path: Path) -> None:
+    """As in transformers: so a folder that has both is the same model here and there."""
+    model, other = small_model("qwen3_5"), small_model("qwen3_5")
+    model.save_pretrained(tmp_path, max_shard_bytes=9000)
+    with torch.no_grad():
+        other.model.norm.weight.add_(1)
+    safetensors.write(tmp_path / "model.safetensors", weights_of(other), {"format": "pt"})
+    assert same(HybridLM.from_pretrained(tmp_path), other)
+    theirs = their_class("qwen3_5").from_pretrained(tmp_path)
+    assert torch.equal(theirs.model.norm.weight, other.model.norm.weight)
 
 
 @pytest.mark.parametrize("prefix", ("model.language_model.", "language_model.model.", "model.", ""))
@@ -156,7 +174,7 @@ def test_dtypes_and_devices(tmp_path: Path) -> None:
     del config["dtype"]
     (tmp_path / "config.json").write_text(json.dumps(config | {"torch_dtype": "float16"}))
     assert HybridLM.from_pretrained(tmp_path).dtype == torch.float16
-    with pytest.raises(adjoint.ArgumentError, match="floating"):
+    with pytest.raises(adjoint.ArgumentError, match="dtype must be one of float64"):
         HybridLM.from_pretrained(tmp_path, dtype=torch.int8)
     with pytest.raises(adjoint.ArgumentError, match="meta device"):
         meta.save_pretrained(tmp_path)
@@ -241,20 +259,25 @@ def _bad_config(folder: Path) -> None:
     (folder / "config.json").write_text("{")
 
 
-def _bad_index(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_text("{}")
+SHARD = "model-00001-of-00001.safetensors"
 
 
-def _missing_shard(folder: Path) -> None:
-    _index(folder, {"model.norm.weight": "model-00001-of-00002.safetensors"})
+def _index(folder: Path, text: str) -> None:
+    """An index beside the weights, which have the name of a shard."""
+    (folder / "model.safetensors").rename(folder / SHARD)
+    (folder / "model.safetensors.index.json").write_text(text)
 
 
-def _tensor_not_in_shard(folder: Path) -> None:
-    _index(folder, {"somewhere.else": "model.safetensors"})
+def _weight_map(folder: Path, where: object) -> None:
+    _index(folder, json.dumps({"weight_map": where}))
 
 
-def _index(folder: Path, where: dict[str, str]) -> None:
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+def _another_shard(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """A second shard, of which the index names one tensor."""
+    other = "model-00002-of-00002.safetensors"
+    safetensors.write(folder / other, tensors)
+    where = dict.fromkeys(safetensors.read_header(folder / "model.safetensors"), SHARD)
+    _weight_map(folder, where | {next(iter(tensors)): other})
 
 
 def _exchanged(folder: Path, changes: dict[str, Tensor | None]) -> None:
@@ -348,9 +371,54 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "no weights": (_no_weights, adjoint.ArgumentError, r"neither model\.safetensors nor .*pytorch_model\.bin"),
     "no config": (_no_config, adjoint.ArgumentError, r"there is no file .*config\.json"),
     "bad config": (_bad_config, adjoint.ArgumentError, r"config\.json cannot be read"),
-    "bad index": (_bad_index, adjoint.ArgumentError, r"index\.json has no weight_map"),
-    "missing shard": (_missing_shard, adjoint.ArgumentError, r"no file .*model-00001-of-00002\.safetensors"),
-    "tensor not in shard": (_tensor_not_in_shard, adjoint.ArgumentError, r"has no tensor somewhere\.else"),
+    "bad index": (lambda f: _index(f, "{}"), adjoint.ArgumentError, r"index\.json has no weight_map"),
+    "index of no object": (lambda f: _index(f, "[]"), adjoint.ArgumentError, r"index\.json must hold a JSON object"),
+    "nested index": (lambda f: _index(f, "[" * 10**5), adjoint.ArgumentError, r"index\.json cannot be read as JSON"),
+    "index to no name": (
+        lambda f: _weight_map(f, {"model.norm.weight": 5}),
+        adjoint.ArgumentError,
+        r"index\.json has no weight_map",
+    ),
+    "missing shard": (
+        lambda f: _weight_map(f, {"model.norm.weight": "model-00001-of-00002.safetensors"}),
+        adjoint.ArgumentError,
+        r"no file .*model-00001-of-00002\.safetensors",
+    ),
+    "tensor not in shard": (
+        lambda f: _weight_map(f, {"somewhere.else": SHARD}),
+        adjoint.ArgumentError,
+        r"00001\.safetensors has no tensor somewhere\.else",
+    ),
+    "twice over shards": (
+        lambda f: _another_shard(f, {"mtp.norm.weight": torch.ones(2), "model.norm.weight": torch.ones(24)}),
+        adjoint.ArgumentError,
+        r"model\.norm\.weight more than once: .* of model-00001-\S+, model\.norm\.weight of model-00002-",
+    ),
+    "unknown in a shard": (
+        lambda f: _another_shard(f, {"mtp.norm.weight": torch.ones(2), "model.other": torch.ones(24)}),
+        adjoint.ArgumentError,
+        r"00002\.safetensors: tensor model\.other is none of",
+    ),
+    "nested config": (
+        lambda f: (f / "config.json").write_text("[" * 10**5),
+        adjoint.ArgumentError,
+        r"config\.json cannot be read as JSON",
+    ),
+    "fp8 all over": (
+        lambda f: _other_config(f, {"dtype": "float8_e4m3fn"}),
+        adjoint.ArgumentError,
+        r"dtype must be one of float64, float32, bfloat16, float16 of torch, got torch\.float8_e4m3fn",
+    ),
+    "a size that no layer takes": (
+        lambda f: _other_config(f, {"linear_conv_kernel_dim": 9}),
+        adjoint.ArgumentError,
+        r"config\.json: GatedDeltaNet: conv_width must be from 1 to 8, got 9",
+    ),
+    "padding past the vocabulary": (
+        lambda f: _other_config(f, {"pad_token_id": 1000}),
+        adjoint.ArgumentError,
+        r"config\.json: Embedding: padding_idx must be within the 61 rows",
+    ),
     "missing tensor": (
         lambda f: _exchanged(f, {"model.layers.0.linear_attn.A_log": None}),
         adjoint.ArgumentError,
@@ -474,8 +542,14 @@ def test_a_write_that_fails_leaves_the_older_file(tmp_path: Path) -> None:
 def test_folders_and_devices_that_are_none_are_named(tmp_path: Path) -> None:
     model = small_model("qwen3_5")
     model.save_pretrained(tmp_path)
-    with pytest.raises(adjoint.ArgumentError, match="folder must be a path, got NoneType"):
+    with pytest.raises(adjoint.ArgumentError, match="from_pretrained: folder must be a path, got NoneType"):
         HybridLM.from_pretrained(None)  # type: ignore[arg-type]
+    with pytest.raises(adjoint.ArgumentError, match="save_pretrained: folder must be a path, got int"):
+        model.save_pretrained(5)  # type: ignore[arg-type]
+    with pytest.raises(adjoint.ArgumentError, match=r"nor a folder Qwen/Qwen3\.5-4B; .* nothing is downloaded"):
+        HybridLM.from_pretrained("Qwen/Qwen3.5-4B")
+    with pytest.raises(adjoint.ArgumentError, match="is no folder"):
+        HybridLM.from_pretrained("x" * 5000)
     with pytest.raises(adjoint.ArgumentError, match="device 'cdu' is not there"):
         HybridLM.from_pretrained(tmp_path, device="cdu")
     with pytest.raises(adjoint.ArgumentError, match="meta device"):

@@ -134,6 +134,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "count": (lambda d: d([1]), "holds 2 sequences, and input_ids are of 1"),
     "slots": (lambda d: d([1], slots=[2]), "slots must be from 0 to 1, got 2"),
     "twice": (lambda d: d([1, 2], slots=[1, 1]), "slots must name another slot"),
+    "one token": (lambda d: d(1), "tokens must be a list of them, got 1"),
     "token": (lambda d: d([61], slots=[1]), "from 0 to 60, got 61"),
 }
 

@@ -5,6 +5,7 @@ from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 
 import adjoint
 from adjoint.cli import app
-from adjoint.models import Cache, HybridLM, Sampling, pack
+from adjoint.models import Cache, HybridLM, Sampling, generation, pack
 from tests.models.small import ANOTHER_WAY, CONFIGS, distance, sequences, small_model
 
 families = pytest.mark.parametrize("name", CONFIGS)
@@ -106,6 +107,46 @@ def test_copies_snapshots_and_cleared_slots(name: str) -> None:
             cache.clear([1])
 
 
+BAD_CACHES: dict[str, tuple[Callable[[Cache], Any], str]] = {
+    "clear": (lambda c: c.clear(0), "slots must be a list of them, got 0"),  # type: ignore[arg-type]
+    "select": (lambda c: c.select(0), "slots must be a list of them, got 0"),  # type: ignore[arg-type]
+    "reserve": (lambda c: c.reserve("x"), "capacity must be an integer, got 'x'"),  # type: ignore[arg-type]
+    "rollback": (lambda c: c.rollback(None), "snapshot must be one of this cache"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("case", BAD_CACHES)
+def test_bad_calls_of_a_cache_are_named(case: str) -> None:
+    call, words = BAD_CACHES[case]
+    with pytest.raises(adjoint.ArgumentError, match=words):
+        call(small_model("qwen3_5").new_cache(2))
+
+
+@pytest.mark.parametrize(("before", "after"), ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)))
+@pytest.mark.parametrize("count", (1, 30))
+def test_a_cache_of_a_model_that_was_cast_since_is_refused(before: torch.dtype, after: torch.dtype, count: int) -> None:
+    """A cache of fewer bits was gone on with, and its keys kept fewer bits than the model has."""
+    model = small_model("qwen3_5", before).eval()
+    cache = model.new_cache(1)
+    decoder = model.decoder(cache)
+    decoder([1])
+    model.to(after)
+    names = " and the model is ".join(f"{str(dtype)[6:]} on cpu," for dtype in (before, after))
+    with torch.no_grad(), pytest.raises(adjoint.ArgumentError, match=names.rstrip(",")):
+        model(torch.ones(1, count, dtype=torch.int64), cache=cache)
+    with pytest.raises(adjoint.ArgumentError, match="after the model is moved or cast"):
+        decoder([1])
+    with pytest.raises(adjoint.ArgumentError, match="after the model is moved or cast"):
+        model.generate([[1]], 2, cache=cache.copy())
+
+
+def test_a_cache_of_no_sequences_takes_none() -> None:
+    model = small_model("qwen3_5").eval()
+    ids, cu_seqlens = pack([])
+    with torch.no_grad():
+        assert model(ids, cu_seqlens=cu_seqlens, cache=model.new_cache(0)).logits.shape == (1, 0, 61)
+
+
 @pytest.mark.parametrize("duplicate", (copy, deepcopy))
 def test_python_copies_a_cache_as_it_copies_itself(duplicate: Callable[[Any], Any]) -> None:
     """With memory of its own and the same model; where that is copied along, it is of the copy."""
@@ -177,12 +218,13 @@ def test_a_stream_gives_tokens_as_they_come() -> None:
 
 def test_probabilities_of_sampling() -> None:
     logits = torch.log(torch.tensor([[0.5, 0.1, 0.3, 0.1]]))
-    even = Sampling(1.0).probabilities(logits)
-    assert torch.allclose(even, logits.exp())
-    assert torch.allclose(Sampling(0.5).probabilities(logits), logits.exp().square() / logits.exp().square().sum())
-    assert torch.allclose(Sampling(1.0, top_k=2).probabilities(logits), torch.tensor([[0.625, 0, 0.375, 0]]))
+    largest_first = logits[:, [0, 2, 1, 3]]
+    two = largest_first[:, :2].softmax(-1)[:, [0, 0, 1, 0]] * torch.tensor([1, 0, 1, 0])
+    assert torch.equal(Sampling(1.0).probabilities(logits)[:, [0, 2, 1, 3]], largest_first.softmax(-1))
+    assert torch.equal(Sampling(0.5).probabilities(logits)[:, [0, 2, 1, 3]], (2 * largest_first).softmax(-1))
+    assert torch.equal(Sampling(1.0, top_k=2).probabilities(logits), two)
     assert Sampling(1.0, top_k=9).probabilities(logits).count_nonzero() == 4
-    assert torch.allclose(Sampling(1.0, top_p=0.6).probabilities(logits), torch.tensor([[0.625, 0, 0.375, 0]]))
+    assert torch.equal(Sampling(1.0, top_p=0.6).probabilities(logits), two)
     assert Sampling(1.0, top_p=1e-9).probabilities(logits).tolist() == [[1.0, 0, 0, 0]]
     assert Sampling(1.0, top_k=3, top_p=0.9).probabilities(logits).tolist()[0][3] == 0, "ties go to the lower id"
 
@@ -229,6 +271,10 @@ BAD: dict[str, tuple[Callable[[HybridLM], Any], str]] = {
     "a seed": (lambda m: m.generate([[1]], 2, temperature=1.0, generator=3), "must be a torch.Generator, got int"),
     "no cache": (lambda m: m.generate([[1]], 2, cache=3), "cache must be one of this model, from new_cache; got int"),
     "top_k": (lambda m: m.generate([[1]], 2, temperature=1.0, top_k=0), "top_k"),
+    "top_k of nothing": (lambda m: m.generate([[1]], 2, top_k=3), "top_k restricts what is drawn.*set a temperature"),
+    "top_p of nothing": (lambda m: m.generate([[1]], 2, top_p=0.5), "top_p restricts what is drawn"),
+    "true stop token": (lambda m: m.generate([[1]], 2, stop_tokens=True), "stop_tokens must be token ids, got True"),
+    "a stream": (lambda m: m.stream([[1], [61]], 2), "got 61 in prompt 1"),
     "top_p": (lambda m: m.generate([[1]], 2, temperature=1.0, top_p=1.5), "top_p"),
     "count": (lambda m: m.generate([[1]], -2), "max_new_tokens must be at least 0, got -2"),
     "no whole count": (lambda m: m.generate([[1]], 2.5), "max_new_tokens must be a whole number, got 2.5"),
@@ -247,6 +293,78 @@ def test_bad_calls_are_named(case: str) -> None:
     call, words = BAD[case]
     with pytest.raises(adjoint.ArgumentError, match=words):
         call(small_model("qwen3_5"))
+
+
+def test_a_generator_of_another_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, device = small_model("qwen3_5"), torch.device("cuda")
+    monkeypatch.setattr(HybridLM, "device", device)
+    with pytest.raises(
+        adjoint.ArgumentError, match=r"on the model's device, cuda, got one on cpu; .*Generator\('cuda'"
+    ):
+        model.generate([[1]], 2, temperature=1.0, generator=torch.Generator())
+
+
+@pytest.mark.parametrize("options", ({}, {"temperature": 1.0}), ids=("greedy", "drawn"))
+@pytest.mark.parametrize("weight", (torch.nan, torch.inf))
+def test_logits_that_are_no_numbers_are_named(options: dict[str, Any], weight: float) -> None:
+    """The second prompt alone meets the token whose embedding is spoiled."""
+    model = small_model("qwen3_5_moe").eval()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[9] = weight
+    with pytest.raises(adjoint.ArgumentError, match="logits of prompt 1 after 0 new tokens are not finite"):
+        model.generate([[1, 2], [9]], 3, **options)
+
+
+def test_logits_that_stop_being_numbers_are_named_by_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at every step would cost a GPU a wait each."""
+    model = small_model("qwen3_5_moe").eval()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[model.generate([[1, 2]], 1)[0][0]] = torch.nan
+    with pytest.raises(adjoint.ArgumentError, match="logits of prompt 0 after 5 new tokens are not finite"):
+        model.generate([[1, 2]], 6)
+    monkeypatch.setattr(generation, "LOOK_EVERY", 2)
+    with pytest.raises(adjoint.ArgumentError, match="after 2 new tokens are not finite"):
+        model.generate([[1, 2]], 6)
+
+
+def test_stop_tokens_and_counts_may_be_of_numpy_and_torch() -> None:
+    model = small_model("qwen3_5").eval()
+    whole = model.generate(prompts(), 6)
+    (stopped,) = (model.generate(prompts(), 6, stop_tokens=[whole[0][1], 3]),)
+    for stops in (torch.tensor([whole[0][1], 3]), np.array([3, whole[0][1]])):
+        assert model.generate(prompts(), np.int64(6), stop_tokens=stops) == stopped  # type: ignore[arg-type]
+    one = model.generate(prompts(), 6, stop_tokens=whole[0][1])
+    for stop in (torch.tensor(whole[0][1]), np.int64(whole[0][1])):
+        assert model.generate(prompts(), 6, stop_tokens=stop) == one  # type: ignore[arg-type]
+
+
+@families
+def test_many_new_tokens_reserve_no_memory_before_they_come(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model(name).eval()
+    stop = model.generate(prompts()[:1], 3)[0][2]
+    assert len(model.generate(prompts()[:1], 10**15, stop_tokens=stop)[0]) <= 3
+    expected = model.generate(prompts(), 6)
+    monkeypatch.setattr(generation, "AHEAD", 1)
+    assert model.generate(prompts(), 6) == expected
+
+
+def test_a_cache_of_inference_mode_goes_on_outside() -> None:
+    model = small_model("qwen3_5", torch.float64).eval()
+    expected = model.generate(prompts(), 8)
+    with torch.inference_mode():
+        cache = model.new_cache(4)
+        first = model.generate(prompts(), 3, cache=cache)
+        copies = [cache.copy(), cache.select([0, 1, 2, 3])]
+        kept, decoder = cache.snapshot(), model.decoder(cache)
+    for each in (cache, *copies):
+        rest = model.generate([[row[-1]] for row in first], 5, cache=each)
+        assert [a + b for a, b in zip(first, rest, strict=True)] == expected
+    cache.rollback(kept)
+    with torch.no_grad():
+        logits = decoder(torch.tensor([row[-1] for row in first]))
+    assert logits.argmax(-1).tolist() == [row[3] for row in expected]
+    cache.reserve(2000)
+    assert cache.lengths == tuple(len(row) + 3 for row in prompts())
 
 
 # ---------------------------------------------------------------------------------------- the command

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import adjoint.nn
+from tests import forks
 
 RANKS, ROWS, COLUMNS, TOKENS = 2, 7, 4, 96
 LEARNING_RATE = 0.5
@@ -104,7 +105,9 @@ def rank_main(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def gathered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("fsdp")
-    torch.multiprocessing.spawn(rank_main, args=(str(folder),), nprocs=RANKS)
+    code = "import os, sys; from tests.nn.test_fsdp import rank_main; rank_main(int(os.environ['RANK']), sys.argv[1])"
+    done = forks.python("-c", code, str(folder), ranks=RANKS)
+    assert done.returncode == 0, done.stderr
     return torch.load(folder / "gathered.pt")  # type: ignore[no-any-return]
 
 

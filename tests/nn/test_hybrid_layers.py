@@ -194,7 +194,79 @@ def test_a_cache_goes_on(name: str, pieces: tuple[int, ...]) -> None:
     assert distance(torch.cat(parts, 1), expected) <= ANOTHER_WAY
 
 
+TINY: dict[str, Callable[[], Any]] = {
+    "GatedDeltaNet": lambda: adjoint.nn.GatedDeltaNet(8, 1, 2, 4, 4),
+    "GatedAttention": lambda: adjoint.nn.GatedAttention(8, 2, 1, 4),
+    "DenseMLP": lambda: adjoint.nn.DenseMLP(8, 6),
+    "SparseMoE": lambda: adjoint.nn.SparseMoE(8, 6, 4, 2),
+}
+WRONG_TOKENS: dict[str, tuple[Any, str]] = {
+    "columns": (torch.zeros(1, 3, 7), r"x must have 8 columns, the hidden size, got shape \(1, 3, 7\)"),
+    "dtype": (
+        torch.zeros(1, 3, 8, dtype=torch.float64),
+        "x must have the dtype of the layer's parameters, float32, got",
+    ),
+    "whole numbers": (torch.zeros(1, 3, 8, dtype=torch.int64), "x must be one of float64"),
+    "no tensor": ([[0.0] * 8], "x must be a tensor, got list"),
+}
+
+
+@pytest.mark.parametrize("layer", TINY)
+@pytest.mark.parametrize("case", WRONG_TOKENS)
+def test_tokens_that_a_layer_does_not_take_are_named(case: str, layer: str) -> None:
+    (x, words), tables = WRONG_TOKENS[case], [torch.ones(3, 2)] * 2 if layer == "GatedAttention" else []
+    with pytest.raises(adjoint.ArgumentError, match=f"^{layer}: {words}"):
+        TINY[layer]()(x, *tables)
+
+
+@pytest.mark.parametrize("layer", ("GatedDeltaNet", "GatedAttention", "DenseMLP"))
+def test_a_projection_of_another_class_may_convert_its_inputs(layer: str) -> None:
+    class Converting(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+    module = TINY[layer]().double()
+    for child in module.modules():
+        if type(child) is torch.nn.Linear:
+            child.__class__ = Converting
+            child.float()
+    x = torch.ones(1, 3, 8, dtype=torch.float64)
+    tables = [torch.ones(3, 2, dtype=torch.float64)] * 2 if layer == "GatedAttention" else []
+    assert module(x, *tables).shape == x.shape
+
+
+@pytest.mark.parametrize("name", ("GatedDeltaNet", "GatedAttention"))
+def test_packed_tokens_on_meta_have_shapes(name: str) -> None:
+    x, tables = (
+        torch.zeros(1, 5, 8, device="meta"),
+        [torch.ones(5, 2, device="meta")] * (2 * (name == "GatedAttention")),
+    )
+    bounds = torch.tensor([0, 2, 5], device="meta")
+    assert TINY[name]().to("meta")(x, *tables, cu_seqlens=bounds).shape == x.shape
+
+
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "axes": (
+        lambda: adjoint.nn.GatedDeltaNet(8, 1, 2, 4, 4)(torch.zeros(3, 8)),
+        r"GatedDeltaNet: x must have the axes \[batch, time, hidden\], got shape \(3, 8\)",
+    ),
+    "another layer's cache": (
+        lambda: adjoint.nn.GatedDeltaNet(8, 1, 2, 4, 4)(
+            torch.zeros(1, 1, 8), cache=adjoint.nn.GatedAttention(8, 2, 1, 4).new_cache(1)
+        ),
+        "GatedDeltaNet: cache must be of its new_cache, got KeyValueCache",
+    ),
+    "another attention's cache": (
+        lambda: adjoint.nn.GatedAttention(8, 2, 1, 4)(
+            torch.zeros(1, 1, 8),
+            torch.ones(1, 2),
+            torch.zeros(1, 2),
+            cache=adjoint.nn.GatedDeltaNet(8, 1, 2, 4, 4).new_cache(1),
+        ),
+        "GatedAttention: cache must be of its new_cache, got RecurrentCache",
+    ),
+    "fewer than no sequences": (lambda: adjoint.nn.GatedDeltaNet(8, 1, 2, 4, 4).new_cache(-1), "at least 0, got -1"),
+    "text of sequences": (lambda: adjoint.nn.GatedAttention(8, 2, 1, 4).new_cache("x"), "must be an integer, got 'x'"),
     "groups": (lambda: adjoint.nn.GatedDeltaNet(8, 3, 4, 4, 4), "multiple of num_key_heads"),
     "size": (lambda: adjoint.nn.GatedDeltaNet(8, 1, 2, 300, 4), "key_head_dim must be from 1 to 256, got 300"),
     "width": (lambda: adjoint.nn.GatedDeltaNet(8, 1, 2, 4, 4, conv_width=9), "conv_width must be from 1 to 8"),

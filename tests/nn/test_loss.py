@@ -47,6 +47,26 @@ def test_a_tied_weight_gets_both_gradients() -> None:
     assert torch.equal(both, embedding.weight.grad + head.weight.grad)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_autocast_brings_hidden_and_a_weight_of_another_dtype_together(bias: bool, dtype: torch.dtype) -> None:
+    """As it does for the logits of the same module; gradients have the parameters' dtype."""
+    head = adjoint.nn.LinearCrossEntropy(8, 30, bias, dtype=dtype)
+    hidden, labels = torch.randn(2, 5, 8), torch.randint(30, (2, 5))
+    cast = copy.deepcopy(head).bfloat16()
+    of_cast = hidden.bfloat16().requires_grad_()
+    expected = torch.autograd.grad(cast(of_cast, labels), (of_cast, *cast.parameters()))
+    with torch.autocast("cpu", torch.bfloat16):
+        of_linear = (hidden @ torch.eye(8)).requires_grad_()
+        loss = head(of_linear, labels)
+    assert of_linear.dtype == torch.bfloat16 and torch.equal(loss, cast(of_cast, labels))
+    gradients = torch.autograd.grad(loss, (of_linear, *head.parameters()))
+    assert all(torch.equal(x.bfloat16(), y) for x, y in zip(gradients, expected, strict=True))
+    assert all(x.dtype == dtype for x in gradients[1:])
+    with pytest.raises(adjoint.ArgumentError, match="weight must have the dtype of hidden"):
+        head(of_linear, labels)
+
+
 def test_it_shows_the_options_that_were_chosen() -> None:
     head = adjoint.nn.LinearCrossEntropy(8, 30, softcap=30.0, reduction="sum")
     assert repr(head) == (

@@ -1,5 +1,7 @@
 """The modules are the functions, with their parameters and options."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -46,6 +48,31 @@ def test_gated_rms_norm_is_the_function(rounds: bool) -> None:
 def test_what_a_module_says_of_itself() -> None:
     assert repr(RMSNorm(8, offset=1.0)) == "RMSNorm(8, eps=1e-06, offset=1.0)"
     assert repr(GatedRMSNorm(8, round_before_gate=True)) == "GatedRMSNorm(8, eps=1e-06, round_before_gate=True)"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((0,), "size must be at least 1, got 0"),
+        (("8",), "size must be an integer, got '8'"),
+        ((8, -1.0), r"eps must not be negative, got -1\.0"),
+        ((8, float("nan")), "eps must not be negative, got nan"),
+        ((8, None), "eps must be a number, got NoneType"),
+    ],
+)
+@pytest.mark.parametrize("module", [RMSNorm, GatedRMSNorm])
+def test_arguments_are_checked_when_a_module_is_made(
+    module: type[nn.Module], arguments: tuple[Any, ...], words: str
+) -> None:
+    with pytest.raises(adjoint.ArgumentError, match=f"{module.__name__}: {words}"):
+        module(*arguments)
+
+
+def test_options_of_one_norm_are_checked_when_it_is_made() -> None:
+    with pytest.raises(adjoint.ArgumentError, match="RMSNorm: offset must be a number, got str"):
+        RMSNorm(8, offset="1")  # type: ignore[arg-type]
+    with pytest.raises(adjoint.ArgumentError, match="GatedRMSNorm: round_before_gate must be True or False, got 1"):
+        GatedRMSNorm(8, round_before_gate=1)  # type: ignore[arg-type]
 
 
 def test_a_preference_is_passed_on() -> None:

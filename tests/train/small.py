@@ -11,6 +11,7 @@ import torch
 
 from adjoint.models import HybridConfig, HybridLM
 from adjoint.models.byte_text import write_byte_tokenizer
+from tests import forks
 
 SIZES: dict[str, Any] = {
     "model_type": "qwen3_5_text", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48,
@@ -68,30 +69,14 @@ ENVIRONMENT = {
 }
 
 
-def command(options: dict[str, Any], ranks: int = 0) -> list[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+def command(options: dict[str, Any], ranks: int) -> list[str]:
+    """The command as torchrun starts it."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [sys.executable, *launcher, "-m", "adjoint", "train", *flags(options)]
 
 
-def forked(ranks: int, module: str, *arguments: str) -> list[str]:
-    """A module as several ranks, of which torch is imported once."""
-    return [sys.executable, "-m", "tests.train.forked", str(ranks), module, *arguments]
-
-
 def run(options: dict[str, Any], ranks: int = 0) -> "subprocess.CompletedProcess[str]":
-    return wait_for(command(options, ranks))
-
-
-def wait_for(command: list[str]) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        command,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        cwd=Path(__file__).parents[2],
-    )
+    return forks.python("-m", "adjoint", "train", *flags(options), environment=ENVIRONMENT, ranks=ranks)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

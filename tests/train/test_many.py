@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests import forks
 from tests.stated import stated
-from tests.train.small import ENVIRONMENT, FAST, command, flags, forked, metrics, run, wait_for, write_start, write_text
+from tests.train.small import ENVIRONMENT, FAST, command, metrics, run, write_start, write_text
 
 BOUND = stated("many-processes", "of two and three ranks stay within")
 """Of a loss in float32, relatively: the sums of ranks have another order than that of one process."""
@@ -58,7 +59,8 @@ def test_two_ranks_are_one_process(base: dict[str, Any], one: Path, tmp_path: Pa
 def test_ranks_resume_what_others_saved(base: dict[str, Any], one: Path, tmp_path: Path) -> None:
     options = {**base, "data": [base["data"]]}
     (tmp_path / "options.json").write_text(json.dumps(options), encoding="utf-8")
-    done = wait_for(forked(3, "tests.train.many", str(tmp_path / "options.json"), str(tmp_path / "three")))
+    files = [str(tmp_path / name) for name in ("options.json", "three")]
+    done = forks.python("-m", "tests.train.many", *files, environment=ENVIRONMENT, ranks=3)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "states are sharded over 3 ranks" in done.stdout
     compare(tmp_path / "three", one)
@@ -66,8 +68,7 @@ def test_ranks_resume_what_others_saved(base: dict[str, Any], one: Path, tmp_pat
         folder = tmp_path / f"{source.name}-resumed-{ranks}"
         shutil.copytree(source, folder)
         shutil.rmtree(folder / "checkpoints" / f"step-{STEPS:08d}")
-        resume = {"resume": folder}
-        done = wait_for(forked(ranks, "adjoint", "train", *flags(resume))) if ranks else run(resume)
+        done = run({"resume": folder}, ranks)
         assert done.returncode == 0, done.stderr[-3000:]
         compare(folder, one)
 

@@ -14,6 +14,7 @@ import torch
 
 from adjoint.contract.cases import Case, Inputs, Subject
 from adjoint.contract.inputs import widened
+from adjoint.contract.undrawn import Undrawn
 from adjoint.core.guarantee import Derived, Empirical, ErrorStatement, Guarantee
 from adjoint.core.kernels import targets
 from adjoint.core.op.operator import forget
@@ -69,7 +70,8 @@ def limits() -> Limits:
 
 def _has_all(subject: Subject, dtype: torch.dtype, known: dict[str, dict[str, dict[str, float]]]) -> bool:
     """Whether every plan of both directions has limits: then no other case is made, which for heavy ones takes long."""
-    inputs = subject.cases[0].make(dtype, torch.device("cpu"), generator())
+    with Undrawn():
+        inputs = subject.cases[0].make(dtype, torch.device("cpu"), generator())
     call = subject.bind(inputs)
     firsts = (call.operator.outputs[0], subject.gradients(inputs)[0])
     return all(
@@ -83,7 +85,8 @@ def _by_size(subject: Subject, dtype: torch.dtype) -> list[Case]:
     """The cases that a CPU is asked for, those of the most numbers first, and none that is empty."""
 
     def elements(case: Case) -> int:
-        inputs = case.make(dtype, torch.device("cpu"), generator())
+        with Undrawn():
+            inputs = case.make(dtype, torch.device("cpu"), generator())
         sizes = [x.numel() for x in inputs if x is not None]
         return sum(sizes) if all(sizes) else 0
 
@@ -95,6 +98,9 @@ def _limits_of(
     subject: Subject, case: Case, dtype: torch.dtype, known: dict[str, dict[str, dict[str, float]]]
 ) -> Iterator[tuple[str, str, float]]:
     """Of every plan that takes a case on a CPU or a GPU, and has no limit yet."""
+    fresh = _fresh(subject, case, dtype, known)
+    if not any(fresh):
+        return
     source = generator()
     inputs = case.make(dtype, torch.device("cpu"), source)
     call = subject.bind(inputs)
@@ -102,21 +108,33 @@ def _limits_of(
     outputs = tuple(torch.zeros_like(x) for x in outputs if x.is_floating_point())
     upstream = tuple(torch.randn(x.shape, generator=source).to(x.dtype) for x in outputs)
     wide, slopes = widened(inputs), widened(upstream)
-    directions = (
-        (call.operator.outputs[: len(outputs)], subject.reference, wide, ()),
-        (subject.gradients(inputs), subject.reference_backward, (*slopes, *wide), subject.choices(*wide)),
-    )
+    forward = call.operator.outputs[: len(outputs)], subject.reference, wide, ()
+    backward = subject.gradients(inputs), subject.reference_backward, (*slopes, *wide), subject.choices(*wide)
+    for (names, reference, arguments, choices), promises in zip((forward, backward), fresh, strict=True):
+        exact = dict(zip(names, reference(*arguments), strict=True)) if promises else {}
+        for plan, stated in promises.items():
+            for output, truth in exact.items():
+                for kind, statement in _statements(stated[output]):
+                    yield plan, output + kind, _limit(statement, truth, (*arguments, *choices))
+
+
+def _fresh(
+    subject: Subject, case: Case, dtype: torch.dtype, known: dict[str, dict[str, dict[str, float]]]
+) -> tuple[dict[str, dict[str, Guarantee]], dict[str, dict[str, Guarantee]]]:
+    """Of each direction: the promises of the plans that take a case on a CPU or a GPU, and have no limit yet."""
+    with Undrawn():
+        inputs = case.make(dtype, torch.device("cpu"), generator())
+    call = subject.bind(inputs)
+    firsts = (call.operator.outputs[0], subject.gradients(inputs)[0])
+    found: tuple[dict[str, dict[str, Guarantee]], dict[str, dict[str, Guarantee]]] = {}, {}
     for device in ("cpu", "cuda"):
         problems = call.problems(torch.device(device))
-        for (operator, problem), (names, reference, arguments, choices) in zip(problems, directions, strict=True):
-            has_limit = {plan for plan, by_output in known.items() if short(dtype) in by_output.get(names[0], {})}
-            fresh = [x for x in operator.candidates() if x.refuse(problem) == "" and x.name not in has_limit]
-            exact = dict(zip(names, reference(*arguments), strict=True)) if fresh else {}
-            for candidate in fresh:
-                stated = candidate.guarantee(problem)
-                for output, truth in exact.items():
-                    for kind, statement in _statements(stated[output]):
-                        yield candidate.name, output + kind, _limit(statement, truth, (*arguments, *choices))
+        for (operator, problem), first, of_plan in zip(problems, firsts, found, strict=True):
+            for candidate in operator.candidates():
+                has_limit = short(dtype) in known.get(candidate.name, {}).get(first, {})
+                if not has_limit and candidate.name not in of_plan and candidate.refuse(problem) == "":
+                    of_plan[candidate.name] = candidate.guarantee(problem)
+    return found
 
 
 def _statements(guarantee: Guarantee) -> Iterator[tuple[str, ErrorStatement]]:

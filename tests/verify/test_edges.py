@@ -115,6 +115,26 @@ def subnormal_state(name: str, dtype: torch.dtype) -> Example:
     return (k, k, v, g, torch.full_like(g, 0.4), state, None), (torch.zeros_like(v), large)
 
 
+def tiny_keys(name: str, dtype: torch.dtype) -> Example:
+    """Keys of float64 whose squares are 0, and gradients of states by which products with them are numbers again."""
+    k = torch.linspace(1, 2, 20, dtype=dtype).view(1, 5, 1, 4) * 1e-180
+    v, gate, state = torch.ones(1, 5, 1, 2, dtype=dtype), torch.full((1, 5, 1), -0.3, dtype=dtype), torch.eye(4)[:, :2]
+    state, large = state.to(dtype)[None, None] / 3, torch.full((1, 1, 4, 2), 1e140, dtype=dtype)
+    if name == "carry":
+        return (k, k, v, gate.cumsum(1), state, None), (v * 0, state.new_zeros(2, 1, 4, 2), large)
+    return (k, k, v, gate, -gate, state, None), (v, large)
+
+
+def tiny_states(name: str, dtype: torch.dtype) -> Example:
+    """States and values of float64 whose squares are 0, and large gradients of states."""
+    inputs, upstream = tiny_keys(name, dtype)
+    k, places = inputs[0], (2, 4) if name == "carry" else (2, 5)
+    assert k is not None
+    keys = k / 4e-180
+    scaled = [x * 1e-180 if place in places and x is not None else x for place, x in enumerate(inputs)]
+    return (keys, keys, *scaled[2:]), upstream
+
+
 def subnormal_keys(name: str, dtype: torch.dtype) -> Example:
     """Keys whose product with a decay is subnormal, and a large gradient of the final state: du is their product."""
     k, w = torch.full((1, 5, 1, 4), 3 * 2.0**-149, dtype=dtype), torch.full((1, 5, 1, 4), 0.5, dtype=dtype)
@@ -136,6 +156,22 @@ def tokens(dtype: torch.dtype, query: float, key: float, strength: float) -> Exa
     q, beta, g = torch.full_like(k, query), torch.full((1, 3, 1), strength), torch.full((1, 3, 1), -0.5)
     state = torch.ones(1, 1, 2, 3)
     return (q, k, v, g, beta, state, None), (torch.full_like(v, 2.0**32), torch.zeros_like(state))
+
+
+def products_that_overflow(name: str, dtype: torch.dtype) -> Example:
+    """Numbers whose products have no place in the type of sums, before decays make them small again."""
+    large = 2.0**600 if dtype == F64 else 2.0**70
+    q = torch.full((1, 5, 1, 4), large, dtype=dtype)
+    k, v = torch.full_like(q, 0.25), torch.full((1, 5, 1, 3), large, dtype=dtype)
+    wide = F64 if dtype == F64 else F32
+    g, state = torch.full((1, 5, 1), -60.0, dtype=wide), torch.full((1, 1, 4, 3), large, dtype=wide)
+    beta, G = g / -120, g.cumsum(1)
+    T = torch.eye(16, dtype=wide)[:5].view(1, 5, 1, 16) * 2.0**-40
+    return {
+        "carry": lambda: ((k, k, v, G, state, None), (v, state.new_zeros(2, 1, 4, 3), state)),
+        "output": lambda: ((q, k, v, state.expand(2, 1, 4, 3), G, None), (v,)),
+        "recompute_w_u": lambda: ((k, v, beta * 2.0**-40, G, T, None), (q, v)),
+    }.get(name, lambda: ((q, k, v, g, beta, state, None), (v, state)))()
 
 
 def zero_strengths(name: str, dtype: torch.dtype) -> Example:
@@ -182,6 +218,8 @@ def hidden_that_overflow(name: str, dtype: torch.dtype) -> Example:
 
 SUMS = ("embedding", "embedding_bag[mean]", "take_along_axis", "moe.dispatch", "moe.combine", "cross_entropy")
 
+DELTA = ("gated_delta_rule", "gated_delta_step", "carry", "output", "recompute_w_u")
+
 EXAMPLES: list[tuple[Callable[[str, torch.dtype], Example], str, torch.dtype]] = [
     *((subnormal_x, name, kind) for name in NORMS for kind in (F32, F64)),
     *((subnormal_rows, name, kind) for name in NORMS[:2] for kind in (F32, F64)),
@@ -193,14 +231,21 @@ EXAMPLES: list[tuple[Callable[[str, torch.dtype], Example], str, torch.dtype]] =
     *((make, "linear_cross_entropy", F32) for make in (logits_that_overflow, subnormal_weights)),
     (subnormal_state, "gated_delta_step", F32),
     (subnormal_keys, "carry", F32),
+    *((tiny_states, name, F64) for name in ("gated_delta_step", "carry")),
+    (tiny_keys, "carry", F64),
     (subnormal_inverse, "recompute_w_u", F32),
+    *((products_that_overflow, name, kind) for name in DELTA for kind in (F32, BF16, F64)),
     *((make, "gated_delta_rule", F32) for make in (zero_strengths, subnormal_decayed_keys, subnormal_scores)),
     (capped_logits, "linear_cross_entropy[sum, smoothing, z_loss, softcap]", F32),
     *((hidden_that_overflow, "moe.experts", kind) for kind in (F32, BF16, F16)),
     *((sums_that_overflow, name, kind) for name in SUMS for kind in (F32, BF16)),
 ]
 
-WITHOUT_KERNELS = {("normalize", F64), ("gate", F64), ("cross_entropy", F64), ("carry", F32)}
+WITHOUT_KERNELS = {
+    *((name, F64) for name in ("normalize", "gate", "cross_entropy")),
+    *((name, dtype) for name in ("carry", "output") for dtype in (F32, BF16, F64)),
+    *((name, F64) for name in ("gated_delta_rule", "recompute_w_u")),
+}
 """Examples of a stage, or of a type, that only plain PyTorch serves."""
 
 

@@ -119,8 +119,8 @@ class Op:
         alternatives: further forms of the backward, by the name under which `call` asks for them.
         differentiable: the inputs that have gradients; all by default.
         constant: the outputs that have no gradient, such as indices; they come last.
-        absent: `absent(*arguments)` gives the outputs that these arguments do not ask for. They are empty and have no
-            gradient.
+        absent: `absent(*arguments)` gives the outputs that these arguments do not ask for, the last ones. The operator
+            gives empty tensors for them, and `call`, where it records a gradient, None.
         kept: the outputs, behind the others, that only the backward reads.
         options: the options behind the tensors, as a schema writes them: "float scale, bool normalize".
         gradient: gives an empty gradient for an input.
@@ -243,7 +243,7 @@ def _make_call(op: Op) -> Callable[..., Any]:
     check, forward, autocast, kept = op.check, op.forward, op.autocast, bool(op.kept)
     forms, inputs, output_count = op.forms, op.inputs, len(op.outputs)
     differentiable = tuple(map(inputs.index, op.differentiable))
-    overwritten = tuple(map(inputs.index, op.overwrites))
+    overwritten, has_absent = tuple(map(inputs.index, op.overwrites)), op.absent is not None
     grad_enabled, is_compiling, name = torch.is_grad_enabled, torch.compiler.is_compiling, op.name
 
     def call(*arguments: Any, preference: Preference | None, form: str = "", buffers: tuple[Tensor, ...] = ()) -> Any:
@@ -266,10 +266,15 @@ def _make_call(op: Op) -> Callable[..., Any]:
                     if backward.adjoint.overwrites:
                         check_reusable(op.label, **{inputs[place]: arguments[place] for place in differentiable})
                     if is_compiling():
-                        return backward.function.apply(*arguments, *buffers, text)
-                    if transform() is not None or forward_ad._current_level >= 0:
-                        refuse_transforms(name, arguments[: len(inputs)])
-                    return backward.apply(*arguments, *buffers, text)
+                        results = backward.function.apply(*arguments, *buffers, text)
+                    else:
+                        if transform() is not None or forward_ad._current_level >= 0:
+                            refuse_transforms(name, arguments[: len(inputs)])
+                        results = backward.apply(*arguments, *buffers, text)
+                    if has_absent:
+                        results = results if isinstance(results, tuple) else (results,)
+                        results += (None,) * (output_count - len(results))
+                    return results
         if kept:
             results = forward(*arguments, False, text)
             return results[0] if output_count == 1 else results[:output_count]

@@ -136,74 +136,77 @@ class Backward:
         op, adjoint, declared = self.op, self.adjoint, self
         forward, operator, has_mask = op.forward, self.operator, self.has_mask
         keep, absent, constant_places = (True,) * bool(op.kept), op.absent, tuple(map(op.outputs.index, op.constant))
+        at_once, assemble, omits, buffers = adjoint.at_once, adjoint.assemble, adjoint.omits, bool(adjoint.buffers)
+        overwrites = adjoint.overwrites
         input_count, own_count = op.input_count, op.argument_count
         argument_count = own_count + len(adjoint.buffers) + 1
         differentiable = tuple(map(op.inputs.index, op.differentiable))
-        saves_inputs_alone = self._sources == tuple(range(input_count)) and adjoint.omits is None
+        bits = tuple([(1 << bit, place) for bit, place in enumerate(differentiable)])
+        saves_inputs_alone = self._sources == tuple(range(input_count)) and omits is None
         output_count, upstream_count = len(op.outputs), len(op.upstream)
-        single = output_count == 1
+        is_tensor = output_count == 1 and not keep
         is_compiling, grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 
         class Differentiable(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, *values: Any) -> Any:  # type: ignore[override]
                 arguments, preference = values[:own_count], values[-1]
-                if not single and not is_compiling():
-                    ctx.set_materialize_grads(False)  # an output that is unused or has no gradient costs nothing
                 results = forward(*arguments, *keep, preference)
-                outputs = (results,) if single and not keep else results
+                outputs = (results,) if is_tensor else results
                 if saves_inputs_alone:
                     ctx.save_for_backward(*arguments[:input_count])
                 else:
-                    needs = [ctx.needs_input_grad[place] for place in differentiable] if adjoint.omits else []
+                    needs = [ctx.needs_input_grad[place] for place in differentiable] if omits else []
                     ctx.save_for_backward(*declared._saved(needs, arguments, outputs))
-                ctx.options, ctx.preference = declared._options(arguments), preference
                 # Buffers are not saved, because this backward and those of other calls write to them.
-                ctx.buffers = values[own_count:-1]
-                ctx.absent = tuple(map(op.outputs.index, absent(*arguments))) if absent else ()
-                if constant_places or ctx.absent:
-                    ctx.mark_non_differentiable(*[outputs[place] for place in (*constant_places, *ctx.absent)])
-                return outputs[0] if single else outputs[:output_count]
+                ctx.rest, ctx.preference = (*values[own_count:-1], *declared._options(arguments)), preference
+                missing = 0 if absent is None else len(absent(*arguments))
+                ctx.absences = (None,) * missing
+                if output_count - missing == 1:
+                    return outputs[0]
+                if not is_compiling():
+                    ctx.set_materialize_grads(False)  # an output that is unused or has no gradient costs nothing
+                if constant_places:
+                    ctx.mark_non_differentiable(*[outputs[place] for place in constant_places])
+                return outputs[: output_count - missing]
 
             @staticmethod
             def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
                 if grad_enabled() and not is_compiling():
                     raise second_derivative(op.label)
-                upstream = upstream[:upstream_count]
-                for place in ctx.absent:  # a compiler passes zeros where there is no gradient
-                    upstream = (*upstream[:place], None, *upstream[place + 1 :])
+                upstream = (*upstream[:upstream_count], *ctx.absences)
                 gradients: list[Tensor | None] = [None] * argument_count
-                if not single and all(gradient is None for gradient in upstream):
+                if upstream_count > 1 and all([gradient is None for gradient in upstream]):
                     return tuple(gradients)
-                needs_gradient = ctx.needs_input_grad
-                needs = [needs_gradient[place] for place in differentiable]
-                rest = (*ctx.buffers, *ctx.options, *declared._mask(needs), ctx.preference)
+                needs_gradient, need = ctx.needs_input_grad, 0
+                for bit, place in bits:
+                    if needs_gradient[place]:
+                        need |= bit
+                rest = (*ctx.rest, need, ctx.preference) if has_mask else (*ctx.rest, ctx.preference)
                 results: Any
-                if adjoint.overwrites:
+                if overwrites:
                     saved = _claim_saved(op.label, ctx)
                     overwritten = tuple([saved[place] for place in declared._places])
                     operator(*(None if x is None else _separate(x, overwritten) for x in upstream), *saved, *rest)
-                    for tensor, needed in zip(overwritten, needs, strict=True):
-                        if (
-                            needed
-                        ):  # tells autograd: another op that saved the same tensor raises, and reads no gradient
+                    for tensor, (bit, _) in zip(overwritten, bits, strict=True):
+                        if need & bit:  # tells autograd: another op that saved the tensor raises, and reads no gradient
                             torch.autograd.graph.increment_version(tensor)
                     results = tuple(x.detach() for x in overwritten)
                 else:
                     arguments = (*upstream, *ctx.saved_tensors, *rest)  # read once: a checkpoint unpacks only once
                     results = None
-                    if adjoint.at_once is not None and not (is_compiling() or dispatch_modes()):
-                        results = adjoint.at_once(*arguments[:-1])
+                    if at_once is not None and not (is_compiling() or dispatch_modes()):
+                        results = at_once(*arguments[:-1])
                     if results is None:
                         results = operator(*arguments)
-                        if adjoint.buffers:
+                        if buffers:
                             return tuple(gradients)
-                        if adjoint.assemble is not None:
-                            results = adjoint.assemble(results, arguments)
+                        if assemble is not None:
+                            results = assemble(results, arguments)
                         elif not has_mask:
                             results = (results,)
-                for place, needed, gradient in zip(differentiable, needs, results, strict=True):
-                    if needed:
+                for (bit, place), gradient in zip(bits, results, strict=True):
+                    if need & bit:
                         gradients[place] = gradient
                 return tuple(gradients)
 

@@ -1,29 +1,25 @@
 """The forwards that `patch` gives to modules of transformers: their arguments and results, and our operations inside.
 
-A forward calls the module's submodules, so that adapters, hooks and quantised projections keep working; a last matrix
-with any of these is called too. The weights of a convolution are read, as transformers' own forward reads them.
+A forward calls the module's submodules, so that adapters, hooks and quantised projections keep working. The weights of
+a convolution are read, as transformers' own forward reads them.
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from adjoint.core.errors import Unsupported
 from adjoint.integrations.transformers.families import class_of
-from adjoint.integrations.transformers.positions import by_name, with_bounds
-from adjoint.models.packing import next_labels
+from adjoint.integrations.transformers.instance import loaded
 from adjoint.nn.attention import causal_attention
-from adjoint.nn.plain import beside, is_plain
+from adjoint.nn.plain import beside
 from adjoint.ops.activation import sigmoid_gate, swiglu
 from adjoint.ops.conv import causal_conv1d
 from adjoint.ops.embedding import embedding
 from adjoint.ops.gated_delta import gate, gated_delta_rule, gated_delta_step
 from adjoint.ops.gated_delta.step import MAX_TOKENS
-from adjoint.ops.loss import linear_cross_entropy
 from adjoint.ops.norm import gated_rms_norm, rms_norm
 from adjoint.ops.rotary import rotary
 
@@ -67,7 +63,7 @@ def mix_by_delta_rule(
         qkv = cache_params.update_conv_state(qkv.transpose(1, 2), self.layer_idx, conv_kernel_size=width)
         qkv = qkv.transpose(1, 2)
     sizes = (self.key_dim, self.key_dim, self.value_dim)
-    with _loaded(self.conv1d) as conv:
+    with loaded(self.conv1d) as conv:
         weight, bias = beside(conv.weight.squeeze(1), qkv), None if conv.bias is None else beside(conv.bias, qkv)
         parts = causal_conv1d(qkv, weight, bias, cu_seqlens=cu_seqlens, split=sizes)
     widths = (self.head_k_dim, self.head_k_dim, self.head_v_dim)
@@ -83,19 +79,6 @@ def mix_by_delta_rule(
         cache_params.update_recurrent_state(final, self.layer_idx)
     y = self.norm(o.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
     return self.out_proj(y.view(*hidden_states.shape[:-1], self.value_dim))  # type: ignore[no-any-return]
-
-
-@contextmanager
-def _loaded(module: Any) -> Iterator[Any]:
-    """Has the weights of a module that is not called where a call has them: a hook of accelerate may load them."""
-    hook = getattr(module, "_hf_hook", None)
-    if hook is not None:
-        hook.pre_forward(module)
-    try:
-        yield module
-    finally:
-        if hook is not None:
-            hook.post_forward(module, ())
 
 
 def _projections(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -124,15 +107,15 @@ def attend(
     k = cast(Tensor, rotated)
     cu_seqlens, weights = kwargs.get("cu_seq_lens_q"), None
     dropout = self.attention_dropout if self.training else 0.0
-    if cu_seqlens is not None and past_key_values is None and not dropout:
+    implementation = self.config._attn_implementation or "eager"
+    if cu_seqlens is not None and past_key_values is None and not dropout and not _returns_weights(self, kwargs):
         y = causal_attention(q, k, v, cu_seqlens)
     else:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
-        implementation = self.config._attn_implementation or ""
-        if cu_seqlens is not None and dropout and "flash" not in implementation:
-            _require_packed_mask(self, cu_seqlens, kwargs.get("position_ids"))
+        elif cu_seqlens is not None and "flash" not in implementation:
+            attention_mask = _packed_mask(self, implementation, cu_seqlens, q)
         modeling: Any = sys.modules[class_of(self).__module__]
         attention = modeling.ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, modeling.eager_attention_forward
@@ -141,68 +124,22 @@ def attend(
     return self.o_proj(sigmoid_gate(y.reshape(gate.shape), gate).flatten(-2)), weights
 
 
-def _require_packed_mask(self: Any, cu_seqlens: Tensor, positions: Tensor | None) -> None:
-    """Transformers' attention, which alone has dropout, learns of packed sequences from positions that begin again."""
-    begins = cu_seqlens[1:-1].long()
-    is_told = positions is not None and positions.shape[-1] >= int(cu_seqlens[-1])
-    if not is_told or bool((cast(Tensor, positions)[..., begins] != 0).any()):
+def _returns_weights(self: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the caller wants the weights of attention, and gets them of the one that is configured."""
+    wanted = kwargs.get("output_attentions", getattr(self.config, "output_attentions", False))
+    return bool(wanted) and self.config._attn_implementation == "eager"
+
+
+def _packed_mask(self: Any, implementation: str, cu_seqlens: Tensor, q: Tensor) -> Tensor:
+    """What each token of packed sequences sees, as transformers' own attention takes it: its sequence up to itself."""
+    if implementation not in ("eager", "sdpa"):
         raise Unsupported(
-            f"{type(self).__name__}: with attention_dropout, packed sequences need position_ids that begin again at 0, "
-            f"beside cu_seq_lens_q, for transformers' own attention"
+            f"{type(self).__name__}: with attention_dropout, packed sequences need eager, sdpa or flash attention, and "
+            f"the model is configured with {implementation}"
         )
-
-
-def _has_own_loss(self: Any) -> bool:
-    """Whether its loss is that of transformers' causal models, and no other that a user has set."""
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    return self.loss_function is ForCausalLMLoss
-
-
-def training_loss(self: Any, *arguments: Any, **kwargs: Any) -> Any:
-    """The forward of a causal model that, in training, gives the loss and no logits: they are never held at once."""
-    kwargs = by_name(self, arguments, kwargs) if arguments else kwargs
-    labels = kwargs.pop("labels", None)
-    keep = kwargs.get("logits_to_keep")  # how many, or which
-    partly = isinstance(keep, Tensor) or bool(keep)
-    if (
-        not self.training
-        or labels is None
-        or partly
-        or kwargs.get("return_dict") is False
-        or kwargs.get("ignore_index", -100) != -100
-        or not _has_own_loss(self)
-        or not is_plain(self.lm_head, nn.Linear)
-    ):
-        return type(self).forward(self, labels=labels, **kwargs)
-    for name in ("return_dict", "logits_to_keep", "ignore_index"):
-        kwargs.pop(name, None)
-    modeling: Any = sys.modules[class_of(self).__module__]
-    shifted, count = kwargs.pop("shift_labels", None), kwargs.pop("num_items_in_batch", None)
-    sparse = hasattr(self, "router_aux_loss_coef")
-    if sparse and kwargs.get("output_router_logits") is None:
-        kwargs["output_router_logits"] = self.config.output_router_logits
-    kwargs = with_bounds(self.model, (), kwargs)[1]  # no sequence's last token has a label in the next
-    outputs = self.model(**kwargs)
-    targets = next_labels(cast(Tensor, labels), kwargs.get("cu_seq_lens_q")) if shifted is None else shifted
-    hidden, (weight, bias) = outputs.last_hidden_state, (self.lm_head.weight, self.lm_head.bias)
-    if torch.is_autocast_enabled(hidden.device.type) and weight.dtype.itemsize == 2:
-        hidden = hidden.to(weight.dtype)  # a sum of both 16-bit types is float32; autocast rounds it before a product
-    loss = linear_cross_entropy(hidden, weight, targets, bias=bias, reduction="mean" if count is None else "sum")
-    if count is not None:
-        loss = loss / count
-    if not sparse:
-        return modeling.CausalLMOutputWithPast(
-            loss=loss, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )  # fmt: skip
-    balance = None
-    if kwargs["output_router_logits"]:
-        balance = modeling.load_balancing_loss_func(
-            outputs.router_logits, self.num_experts, self.num_experts_per_tok, kwargs.get("attention_mask")
-        )
-        loss = loss + self.router_aux_loss_coef * balance.to(loss.device)
-    return modeling.MoeCausalLMOutputWithPast(
-        loss=loss, aux_loss=balance, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states,
-        attentions=outputs.attentions, router_logits=outputs.router_logits,
-    )  # fmt: skip
+    tokens = torch.arange(q.shape[2], device=q.device)
+    sequence = torch.searchsorted(cu_seqlens.to(tokens), tokens, right=True)
+    visible = ((sequence[:, None] == sequence) & (tokens[:, None] >= tokens))[None, None]
+    if implementation == "sdpa":
+        return visible
+    return torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, torch.finfo(q.dtype).min)

@@ -1,18 +1,18 @@
 """`patch`: our operations in one model of transformers, module by module, and `unpatch`, which takes them out again."""
 
-import inspect
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
-from types import MethodType
 from typing import Any, cast
 
 from torch import nn
 
+from adjoint.core.arguments import require_flag
 from adjoint.core.errors import ArgumentError
 from adjoint.integrations.transformers import forwards
 from adjoint.integrations.transformers.families import FAMILIES, class_of
+from adjoint.integrations.transformers.instance import Undo, is_replaced, set_forward
+from adjoint.integrations.transformers.loss import training_loss, why_not_fused
 from adjoint.integrations.transformers.moe import register_experts, router_forward, why_not_experts
 from adjoint.integrations.transformers.positions import with_bounds
 from adjoint.integrations.transformers.versions import require
@@ -22,9 +22,6 @@ OLDEST, NEWEST = (5, 17), (5, 22)
 
 _STATE = "_adjoint_patch"
 """The attribute of a module that was replaced which says how to undo it: whatever holds the module can be unpatched."""
-
-Undo = list[tuple[Any, ...]]
-"""Functions and their arguments. Modules are among these, so that a deep copy of a model undoes what it has itself."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +65,12 @@ def patch(model: nn.Module, *, loss: bool = False, verbose: bool = True) -> Repo
         verbose: whether the report is printed.
 
     Raises:
-        ArgumentError: the model has no module of a family it knows, or is patched already.
+        ArgumentError: the model has no module of a family it knows, or is patched already; loss or verbose is no bool.
         Unsupported: this transformers is older or newer than those it is tested on.
     """
     require(OLDEST, NEWEST)
+    require_flag("patch", "loss", loss)
+    require_flag("patch", "verbose", verbose)
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"patch: model must be a model of transformers, got {type(model).__name__}")
     if any(_STATE in vars(module) for module in model.modules()):
@@ -119,7 +118,8 @@ _FORWARDS: dict[str, tuple[Callable[..., Any], str]] = {
     "Attention": (forwards.attend, "rotary, sigmoid_gate"),
     "MLP": (forwards.feed_forward, "swiglu"),
     "TopKRouter": (router_forward, "moe.route"),
-    "ForCausalLM": (forwards.training_loss, "linear_cross_entropy"),
+    "ForCausalLM": (training_loss, "linear_cross_entropy"),
+    "ForConditionalGeneration": (training_loss, "linear_cross_entropy"),
 }
 """By the name of a class without its family: the forward that takes its place, and the operations in it."""
 
@@ -133,20 +133,21 @@ def _replace(module: Any, undo: Undo, loss: bool) -> tuple[str, str]:
     if name in ("Model", "TextModel") and isinstance(getattr(module, "embed_tokens", None), nn.Module):
         _watch_positions(module, undo)
         return _replace_embedding(module.embed_tokens)
-    if loss and name.removeprefix("Text").startswith("For") and name != "ForCausalLM":
-        return "linear_cross_entropy", "loss=True is for ForCausalLM, and this has another loss"
-    if name not in _FORWARDS or (name == "ForCausalLM" and not loss):
+    whole = name.removeprefix("Text").startswith("For")
+    if loss and whole and name not in _FORWARDS:
+        return "linear_cross_entropy", "loss=True is for causal models, and this has another loss"
+    if name not in _FORWARDS or (whole and not loss):
         return "", ""
     forward, operations = _FORWARDS[name]
     if reason := _why_not(module, name):
         return operations, reason
-    _set_forward(module, forward, undo)
+    set_forward(module, forward, undo)
     return operations, ""
 
 
 def _why_not(module: Any, name: str) -> str:
     """Why a module cannot run our operations; empty where it can."""
-    if _is_replaced(module):
+    if is_replaced(module):
         return "its forward is replaced already"
     if type(module).forward is not getattr(class_of(module), "forward", None):
         return f"its class is made from {class_of(module).__name__}, with a forward of its own"
@@ -155,6 +156,8 @@ def _why_not(module: Any, name: str) -> str:
         return f"has the activation {activation}, not SiLU"
     if name == "GatedDeltaNet" and max(module.head_k_dim, module.head_v_dim) > 256:
         return "has heads of more than 256 columns"
+    if _FORWARDS[name][0] is training_loss:
+        return why_not_fused(module)
     return ""
 
 
@@ -162,53 +165,16 @@ def _is_silu(activation: object) -> bool:
     return type(activation).__name__ == "SiLUActivation"
 
 
-class _Forward(partial[Any]):
-    """A forward of ours, bound to its module. It pickles and copies with it."""
-
-
-def _place_of_forward(module: nn.Module) -> str:
-    """Where a module keeps its own forward. Hooks of accelerate, which move and load what a module needs where a model
-    is spread over devices, take the place of `forward` and call what they keep."""
-    return "_old_forward" if "_hf_hook" in vars(module) and "_old_forward" in vars(module) else "forward"
-
-
-def _is_replaced(module: nn.Module) -> bool:
-    """Whether someone has replaced a module's forward; a hook of accelerate around it has not."""
-    place = _place_of_forward(module)
-    kept = vars(module).get(place)
-    return kept is not None and (place == "forward" or getattr(kept, "__func__", None) is not type(module).forward)
-
-
-def _set_forward(module: nn.Module, forward: Callable[..., Any], undo: Undo) -> None:
-    """The new forward has the names of the arguments that the old one had: transformers and its Trainer look at them to
-    see which inputs the model takes."""
-    names = inspect.signature(module.forward)
-    parameters = [parameter.replace(annotation=parameter.empty) for parameter in names.parameters.values()]
-    replaced: Any = _Forward(forward, module)
-    replaced.__func__ = forward  # accelerate wraps the function of a bound method, and binds it again
-    replaced.__signature__ = names.replace(parameters=parameters, return_annotation=names.empty)
-    setattr(module, _place_of_forward(module), replaced)
-    undo.append((_forget_forward, module))
-
-
-def _forget_forward(module: nn.Module) -> None:
-    """The forward is that of the class again, inside a hook of accelerate too."""
-    if isinstance(vars(module).get("_old_forward"), _Forward):
-        module._old_forward = MethodType(type(module).forward, module)  # type: ignore[assignment]
-    else:
-        vars(module).pop("forward", None)
-
-
 def _replace_embedding(module: Any) -> tuple[str, str]:
     """The embedding says itself how to undo it, as PEFT trains a copy of it."""
     if type(module) is not nn.Embedding:
         return "embedding", "its embedding is of another class"
-    if _is_replaced(module):
+    if is_replaced(module):
         return "embedding", "its embedding's forward is replaced already"
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         return "embedding", "its embedding has max_norm, scale_grad_by_freq or sparse"
     undo: Undo = []
-    _set_forward(module, forwards.embed, undo)
+    set_forward(module, forwards.embed, undo)
     setattr(module, _STATE, undo)
     return "embedding", ""
 

@@ -16,27 +16,50 @@ def by_name(self: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> di
     return {name: value for name, value in bound.items() if name != "self"} | others
 
 
+def takes(self: Any, name: str) -> bool:
+    """Whether a model's forward has an argument of this name, whose default is then in the model's configuration."""
+    return name in inspect.signature(type(self).forward).parameters
+
+
 def with_bounds(module: nn.Module, arguments: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The arguments of a text model, with the bounds that its positions tell where they pack sequences."""
     named = by_name(module, arguments, kwargs) if arguments else kwargs
     positions, cache = named.get("position_ids"), named.get("past_key_values")
-    if positions is None or positions.shape[-1] < 2 or named.get("cu_seq_lens_q") is not None:
+    if named.get("cu_seq_lens_q") is not None:
+        if cache is not None or named.get("use_cache"):
+            return arguments, kwargs
+        return (), named | {"use_cache": False}  # whatever the configuration says
+    if positions is None or positions.shape[-1] < 2 or (cache is not None and _goes_on(cache)):
         return arguments, kwargs
-    if _is_masked(named.get("attention_mask")) or (cache is not None and _goes_on(cache)):
-        return arguments, kwargs
-    if _are_several(positions):
+    if torch.compiler.is_exporting():
         raise Unsupported(
-            f"{type(module).__name__}: position_ids pack several sequences into each of several rows; lay the rows one "
-            f"after the other in one, or pass an attention_mask where they are padded"
+            f"{type(module).__name__}: an exported program cannot read in position_ids whether they pack sequences; "
+            f"leave them out"
         )
-    bounds = _bounds_of(positions)
+    bounds = _read(type(module).__name__, positions, named.get("attention_mask"))
     if bounds is None:
         return arguments, kwargs
     if named.get("use_cache") or cache is not None:
         raise Unsupported(f"{type(module).__name__}: packed sequences cannot fill a cache; pass use_cache=False")
-    longest = int(bounds.diff().max())
-    packed = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+    told, longest = bounds
+    packed = {"cu_seq_lens_q": told, "cu_seq_lens_k": told, "max_length_q": longest, "max_length_k": longest}
     return (), named | packed | {"use_cache": False}
+
+
+@torch.compiler.disable(
+    reason="a patched model reads in position_ids whether they pack sequences; without position_ids it compiles whole"
+)
+def _read(name: str, positions: Tensor, mask: Any) -> tuple[Tensor, int] | None:
+    """The bounds that positions tell, and the longest sequence's length; None where they pack none."""
+    if _is_masked(mask):
+        return None
+    if _are_several(positions):
+        raise Unsupported(
+            f"{name}: position_ids pack several sequences into each of several rows; lay the rows one after the other "
+            f"in one, or pass an attention_mask where they are padded"
+        )
+    bounds = _bounds_of(positions)
+    return None if bounds is None else (bounds, int(bounds.diff().max()))
 
 
 def _is_masked(mask: Any) -> bool:

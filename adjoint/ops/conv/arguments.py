@@ -36,7 +36,8 @@ def require_convolution(op: str, x: Tensor, weight: Tensor, bias: Tensor | None)
     _require_parameter(op, "weight", weight, x)
     if weight.dim() != 2 or weight.shape[0] != x.shape[2]:
         expected = f"[{x.shape[2]} channels, width]"
-        raise ArgumentError(f"{op}: weight must have the axes {expected}, got shape {tuple(weight.shape)}")
+        advice = "; that of an nn.Conv1d has them after weight.squeeze(1)" * (weight.dim() == 3)
+        raise ArgumentError(f"{op}: weight must have the axes {expected}, got shape {tuple(weight.shape)}{advice}")
     if not 1 <= weight.shape[1] <= MAX_WIDTH:
         raise ArgumentError(
             f"{op}: the width, the last axis of weight, must be from 1 to {MAX_WIDTH}, got {weight.shape[1]}: a "

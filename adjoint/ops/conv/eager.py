@@ -43,9 +43,9 @@ class _Packed:
         refuse_capture(device, "reading cu_seqlens in plain PyTorch", "plans on kernels can be recorded")
         bounds = cu_seqlens.cpu().long().clamp(0, shape.tokens).cummax(0).values
         bounds[:1], bounds[-1:] = 0, shape.tokens  # every token belongs to a sequence
-        numbers, columns = torch.arange(shape.sequences), torch.arange(self.before)
+        numbers, columns = (torch.arange(n, device="cpu") for n in (shape.sequences, self.before))
         owners = torch.repeat_interleave(numbers, bounds.diff()) if shape.sequences else bounds.new_zeros(shape.tokens)
-        self.places = torch.arange(shape.tokens) + self.before * (owners + 1)
+        self.places = torch.arange(shape.tokens, device="cpu") + self.before * (owners + 1)
         self.rows = shape.tokens + max(1, shape.sequences) * self.before
         first = bounds[:-1] + self.before * numbers
         last = bounds[1:] + self.before * numbers

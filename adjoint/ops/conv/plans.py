@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjoint.core.guarantee import Derived, Guarantee
+from adjoint.core.guarantee import Derived, EvaluatedOnce, Guarantee
 from adjoint.core.launch import imported
 from adjoint.core.plan import Candidate, allocating_outputs, in_pytorch
 from adjoint.core.problem import Problem, short
@@ -15,6 +15,7 @@ from adjoint.core.schedules import Schedules
 from adjoint.ops.conv import eager
 from adjoint.ops.conv.arguments import MAX_PARTS
 from adjoint.ops.conv.bounds import Bounds, Inputs, words
+from adjoint.ops.conv.reference import Gradients
 from adjoint.ops.conv.shape import STEP as STEP_OP
 from adjoint.ops.conv.shape import Shape, part_names
 
@@ -48,6 +49,10 @@ SPECIAL_VALUES = (
     "a NaN or an infinity at a token reaches the outputs of that token and of the W − 1 after it, in its own channel "
     "and its own sequence; silu(−∞) = −0 and silu(+∞) = +∞"
 )
+SPECIAL_GRADIENTS = (
+    "a NaN or an infinity of a token, of a state or of a gradient reaches dx and the states' gradients of tokens up to "
+    "W − 1 away, in its own channel and its own sequence, and dweight and dbias of its channel"
+)
 OUT_OF_ORDER = (
     "cu_seqlens out of order are reported: at once on the CPU, by adjoint.check() on a GPU, where results are then "
     "unspecified, and nothing outside of the tensors is touched"
@@ -55,7 +60,7 @@ OUT_OF_ORDER = (
 OUT_OF_RANGE = (
     "state_indices out of range are reported: at once on the CPU, by adjoint.check() on a GPU, where the row is skipped"
 )
-COPIED = Derived("0: bytes are copied", lambda *inputs: torch.zeros((), dtype=torch.float64))
+COPIED = Derived("0: bytes are copied", lambda *inputs: torch.zeros((), dtype=torch.float64, device="cpu"))
 
 GRADIENTS = {"dx": "x", "dweight": "weight", "dbias": "bias", "dinitial_state": "state", "dstate": "state"}
 
@@ -123,21 +128,25 @@ class Convolution:
         has_final = shape.has_final_gradient
         count = self.part_count + has_final
 
-        def error(name: str) -> Derived:
-            def bound(*tensors: Any) -> Tensor:
-                upstream, of = tensors[:count], self._read(tensors[count:])
-                dy, dfinal = torch.cat(upstream[: self.part_count], -1), upstream[-1] if has_final else None
-                if not self.is_step or tensors[-1] is None:
-                    return getattr(bounds.gradients(of, dy, dfinal), GRADIENTS[name])  # type: ignore[no-any-return]
-                return self._pooled(bounds, of, dy, dfinal, tensors[count + 1], tensors[-1], name)
+        def evaluate(*tensors: Any) -> Gradients:
+            upstream, of = tensors[:count], self._read(tensors[count:])
+            dy, dfinal = torch.cat(upstream[: self.part_count], -1), upstream[-1] if has_final else None
+            if not self.is_step or tensors[-1] is None:
+                return bounds.gradients(of, dy, dfinal)
+            return self._pooled(bounds, of, dy, dfinal, tensors[count + 1], tensors[-1])
 
-            return Derived(words(name, bounds.arithmetic), bound)
+        together = EvaluatedOnce(evaluate)
+
+        def error(name: str) -> Derived:
+            return Derived(
+                words(name, bounds.arithmetic), lambda *tensors: getattr(together(*tensors), GRADIENTS[name])
+            )
 
         def promise(name: str) -> Guarantee:
             is_sum = name in ("dweight", "dbias")
             return self._guarantee(
                 bounds.arithmetic, on_kernels and not is_sum, error(name),
-                domain=DOMAIN + (ORDER if on_kernels and is_sum else ""),
+                domain=DOMAIN + (ORDER if on_kernels and is_sum else ""), special_values=SPECIAL_GRADIENTS,
             )  # fmt: skip
 
         state = "dstate" if self.is_step else "dinitial_state"
@@ -145,18 +154,16 @@ class Convolution:
 
     @staticmethod
     def _pooled(
-        bounds: Bounds, of: Inputs, dy: Tensor, dfinal: Tensor | None, pool: Tensor, indices: Tensor, name: str
-    ) -> Tensor:
+        bounds: Bounds, of: Inputs, dy: Tensor, dfinal: Tensor | None, pool: Tensor, indices: Tensor
+    ) -> Gradients:
         """The bounds of a step whose states are picked from a pool: rows that share a state add up."""
         live = (indices >= 0)[:, None, None]
         rows = bounds.gradients(of, dy * live, None if dfinal is None else dfinal * live)
-        if name != "dstate":
-            return getattr(rows, GRADIENTS[name])  # type: ignore[no-any-return]
         # The sum of rows is rounded once more for each of them, and once at the end.
         if not len(pool):
-            return torch.zeros_like(pool)
+            return rows._replace(state=torch.zeros_like(pool))
         total = torch.zeros_like(pool).index_add_(0, indices.clamp_min(0).long(), rows.state * live)
-        return 2 * total + (len(indices) + 2) * bounds.u * total + bounds.tiny
+        return rows._replace(state=2 * total + (len(indices) + 2) * bounds.u * total + bounds.tiny)
 
 
 def _refuse(problem: Problem) -> str:

@@ -102,7 +102,7 @@ def bounds(rows: int, time: int, cu_seqlens: Tensor | None, raises: bool) -> tup
     On an accelerator this waits for `cu_seqlens`, because the number of chunks depends on its values.
     """
     if cu_seqlens is None:
-        starts = torch.arange(rows) * time
+        starts = torch.arange(rows, device="cpu") * time
         return starts, torch.full_like(starts, time)
     if raises:
         report(SEQUENCES_OUT_OF_ORDER, cu_seqlens, wrong_bounds(cu_seqlens, time))
@@ -147,7 +147,7 @@ class Tokens:
         if self.spacing is None:
             lengths = (group.lengths[: self.number] - past).clamp_max(SEGMENT)
             starts = group.starts[: self.number] + past
-            place = torch.arange(self.steps * self.chunk)
+            place = torch.arange(self.steps * self.chunk, device="cpu")
             inside = place[None] < lengths[:, None]
             places = torch.where(inside, starts[:, None] + place[None], 0)
 
@@ -198,9 +198,9 @@ def chunks_of(starts: Tensor, lengths: Tensor, chunk: int) -> tuple[Tensor, Tens
     """The places `[chunks, chunk]` on the flat token axis of all chunks of all sequences, and which of them are inside
     their sequence. The others point to place 0."""
     numbers = (lengths + chunk - 1) // chunk
-    sequence = torch.repeat_interleave(torch.arange(len(starts)), numbers)
+    sequence = torch.repeat_interleave(torch.arange(len(starts), device="cpu"), numbers)
     first = torch.cat((numbers.new_zeros(1), numbers.cumsum(0)))[:-1]
-    begin = (torch.arange(len(sequence)) - first[sequence]) * chunk
-    offset = begin[:, None] + torch.arange(chunk)[None]
+    begin = (torch.arange(len(sequence), device="cpu") - first[sequence]) * chunk
+    offset = begin[:, None] + torch.arange(chunk, device="cpu")[None]
     inside = offset < lengths[sequence][:, None]
     return torch.where(inside, starts[sequence][:, None] + offset, 0), inside

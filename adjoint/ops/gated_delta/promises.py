@@ -16,8 +16,8 @@ Compute = Callable[[tuple[Any, ...], tuple[Tensor, ...]], None]
 
 DOMAIN = (
     "‖k‖ ≤ 1 up to rounding, 0 ≤ beta ≤ 1, g ≤ 0 and −inf too, where the recurrence cannot diverge; results that are "
-    "below the smallest number of the accumulator may be 0; numbers of float64 are 0 or above 10⁻¹⁵⁰, or bounds, which "
-    "square them, are too small"
+    "below the smallest number of the accumulator may be 0; where a sum on the way, or for float64 the square of a "
+    "number, may pass the accumulator's largest number, the bound of what it reaches is infinite"
 )
 
 RESETS = (

@@ -40,6 +40,9 @@ class Loss(NamedTuple):
         return self.reduction != "none" and not self.log_probabilities
 
 
+PLAIN = Loss(-100, 0.0, 0.0, 0.0, "mean", False, False)
+"""The options of a call that names none."""
+
 OPTIONS = (
     "int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction, bool shift, "
     "bool log_probabilities"
@@ -70,6 +73,15 @@ def options(
     log_probabilities: bool,
 ) -> Loss:
     """The options of a call, as plain numbers."""
+    if (
+        type(ignore_index) is int
+        and type(label_smoothing) is float
+        and type(z_loss) is float
+        and softcap is None
+        and type(shift) is bool
+        and type(log_probabilities) is bool
+    ):  # as most calls have them, which saves half of the time
+        return Loss(ignore_index, label_smoothing, z_loss, 0.0, reduction, shift, log_probabilities)
     if softcap is not None and not (_is_number(softcap) and SMALLEST <= softcap <= LARGEST):
         raise ArgumentError(f"{op}: softcap must be {_POSITIVE}, got {softcap!r}")
     ignore_index = require_integer(op, "ignore_index", ignore_index)
@@ -98,6 +110,8 @@ def _is_number(value: Any) -> bool:
 
 def check_options(op: str, loss: Loss) -> None:
     """Raises for values that no loss has."""
+    if loss == PLAIN:
+        return
     if loss.reduction not in REDUCTIONS:
         names = ", ".join(map(repr, REDUCTIONS))
         raise ArgumentError(f"{op}: reduction must be one of {names}, got {loss.reduction!r}")
@@ -115,9 +129,12 @@ def check_labels(op: str, labels: Tensor, like_name: str, like: Tensor, loss: Lo
     """Requires integers, one for each row of another tensor; with `shift`, at least one axis."""
     require_ids(op, "labels", labels, like_name, like)
     if labels.shape != like.shape[:-1]:
+        as_in_torch = labels.shape == like.shape[:1] + like.shape[2:]
         raise ArgumentError(
             f"{op}: labels must have the shape of {like_name} without its last axis, {tuple(like.shape[:-1])}, got "
             f"{tuple(labels.shape)}"
+            + f"; classes that are the second axis, as torch has them, become the last by {like_name}.movedim(1, -1)"
+            * as_in_torch
         )
     if loss.shift and labels.dim() == 0:
         raise ArgumentError(f"{op}: shift=True needs an axis of time, the last of labels, got labels without axes")

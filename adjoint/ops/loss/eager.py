@@ -1,5 +1,6 @@
 """The losses over rows of logits in plain PyTorch, on any device, in the wide type; without waiting for a GPU."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -47,13 +48,14 @@ def tokens_of(labels: Tensor, classes: int, loss: Loss, fault: Fault) -> Tokens:
         has_ignored = 0 <= loss.ignore_index < classes and bool((labels == loss.ignore_index).any())
         if low >= 0 and high < classes and not has_ignored:
             return Tokens(labels.reshape(-1).long(), None)
+    labels = labels.long()  # torch would wrap an ignore_index that int32 does not have around to one of its labels
     used = labels != loss.ignore_index
     if loss.shift:
         used = used & (torch.arange(labels.shape[-1], device=labels.device) > 0)
     wrong = used & ((labels < 0) | (labels >= classes))
     report(fault, labels, wrong)
     counted = used & ~wrong
-    index = torch.where(counted, labels, 0).long()
+    index = torch.where(counted, labels, 0)
     if loss.shift:
         index, counted = (torch.cat((x[..., 1:], torch.zeros_like(x[..., :1])), -1) for x in (index, counted))
     return Tokens(index.reshape(-1), counted.reshape(-1))
@@ -201,12 +203,14 @@ _FEW = 2**17
 
 
 def reduction_of(loss: Loss) -> int:
+    """The mean, or the sum, which is what gradients of each loss add up to."""
     return _MEAN if loss.reduction == "mean" else _SUM
 
 
 def is_plain(labels: Tensor, classes: int, loss: Loss) -> bool:
-    """Whether the loss is torch's own, one number of few logits on the CPU, and takes torch's few calls."""
-    if loss.label_smoothing or loss.z_loss or loss.softcap or not loss.is_total:
+    """Whether the loss is torch's own, of few logits on the CPU, and takes torch's few calls."""
+    _, label_smoothing, z_loss, softcap, _, _, log_probabilities = loss
+    if label_smoothing or z_loss or softcap or log_probabilities:
         return False
     return labels.is_cpu and 0 < labels.numel() * classes <= _FEW
 
@@ -220,16 +224,23 @@ def plain_targets(labels: Tensor, loss: Loss) -> Tensor:
     return target if target.dim() == 1 else target.reshape(-1)
 
 
-_UNITS = {kind: torch.ones((), dtype=kind) for kind in (torch.float32, torch.float64)}
+_UNITS = {kind: torch.ones((), dtype=kind, device="cpu") for kind in (torch.float32, torch.float64)}
 """Upstream gradients of 1."""
+
+NOTHING = {
+    kind: torch.empty(0, dtype=kind, device="cpu")
+    for kind in (torch.float32, torch.float64, torch.bfloat16, torch.int32)
+}
+"""Outputs without elements, which all calls share."""
 
 # What follows runs once a call, and costs a small loss as much as its arithmetic: torch's functions are bound here.
 _losses_of, _slopes_of_losses = torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss_backward.default
-_slopes_of_logits = torch._log_softmax_backward_data
+_slopes_of_logits, _losses_of_each = torch._log_softmax_backward_data, torch.ops.aten.nll_loss.default
 
 
 class Plain(NamedTuple):
-    """A plain loss: its value, the number of labels as a tensor, whether there are any, whether each token has one."""
+    """A plain loss: its value, or those of the tokens in one row; the number of labels as a tensor, whether there are
+    any, and whether each token has one."""
 
     value: Tensor
     number: Tensor
@@ -244,7 +255,15 @@ class Plain(NamedTuple):
         except IndexError:
             return None
         counted = number.item()
-        return Plain(value if counted else torch.zeros_like(value), number, counted > 0, counted == target.shape[0])
+        if loss.reduction == "none":
+            value = _losses_of_each(logarithms, target, None, _NONE, loss.ignore_index)
+        elif not counted:
+            value = torch.zeros_like(value)
+        return Plain(value, number, counted > 0, counted == target.shape[0])
+
+    def value_like(self, labels: Tensor) -> Tensor:
+        """The value; those of tokens in the shape of their labels."""
+        return self.value.view(labels.shape) if self.value.dim() and labels.dim() != 1 else self.value
 
     @property
     def kept_count(self) -> Tensor:
@@ -264,33 +283,43 @@ def plain_slopes(
     return slopes  # type: ignore[no-any-return]
 
 
-def forward_plain(
-    logits: Tensor, labels: Tensor, loss: Loss, with_slopes: bool, keep: bool
-) -> tuple[Tensor, ...] | None:
+def plain_rows(
+    rows: Tensor, logarithms: Tensor, target: Tensor, plain: Plain, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """The class and L of each token of a plain loss, as `forward` writes them."""
+    # L = z_y − log p_y, and 0 where a token does not count: torch's loss of each is −log p_y, or 0.
+    of_each = [_losses_of_each(x, target, None, _NONE, ignore_index) for x in (logarithms, rows)]
+    sizes, targets = of_each[0].sub_(of_each[1]), target.int()
+    if not plain.is_whole:
+        targets.masked_fill_(target == ignore_index, -1)
+    return targets, sizes
+
+
+def forward_plain(arguments: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
     """What `forward` writes, of a plain loss in torch's own calls; None of another, and where a label is wrong."""
+    logits, labels, *options, with_slopes, keep = arguments
+    loss = Loss(*options)
     if not is_plain(labels, logits.shape[-1], loss):
         return None
-    kind, target = wide_dtype(logits.dtype), plain_targets(labels, loss)
+    target = plain_targets(labels, loss)
     rows = logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1])
-    rows = rows if rows.dtype == kind else rows.to(kind)
+    if rows.dtype.itemsize == 2:
+        rows = rows.float()
     logarithms = torch.log_softmax(rows, 1)
     plain = Plain.of(logarithms, target, loss)
     if plain is None:
         return None
-    empty = rows.new_empty
+    value, nothing = plain.value_like(labels), NOTHING[rows.dtype]
     if with_slopes:
-        slopes = empty(0)
+        slopes = nothing
         if keep:
             slopes = plain_slopes(
                 logarithms, target, plain.number, loss.ignore_index, reduction_of(loss), plain.is_whole
-            ).view(logits.shape)
-        return plain.value, empty(0), empty(0, dtype=torch.int32), empty(0), plain.kept_count, slopes
-    # L = z_y − log p_y, and 0 where a token does not count: torch's loss of each is −log p_y, or 0.
-    of_each = [torch.ops.aten.nll_loss.default(x, target, None, _NONE, loss.ignore_index) for x in (logarithms, rows)]
-    sizes, targets = of_each[0].sub_(of_each[1]), target.int()
-    if not plain.is_whole:
-        targets.masked_fill_(target == loss.ignore_index, -1)
-    return plain.value, empty(0), targets, sizes, plain.kept_count, empty(0)
+            )
+            slopes = slopes if logits.dim() == 2 else slopes.view(logits.shape)
+        return value, nothing, NOTHING[torch.int32], nothing, nothing, slopes
+    targets, sizes = plain_rows(rows, logarithms, target, plain, loss.ignore_index)
+    return value, nothing, targets, sizes, plain.kept_count, nothing
 
 
 def _backward_plain(logits: Tensor, targets: Tensor, count: Tensor, loss: Loss) -> Tensor:
@@ -306,6 +335,7 @@ def forward(logits: Tensor, labels: Tensor, loss: Loss, fault: Fault, outputs: t
     out, log_probabilities, targets, sizes, count, slopes = outputs
     classes = logits.shape[-1]
     tokens = tokens_of(labels, classes, loss, fault)
+    count = count if count.numel() else count.new_empty(1)
     write_count(tokens, count)
     if targets.numel():
         write_targets(tokens, targets)
@@ -348,12 +378,12 @@ def times_upstream(slopes: Tensor, dloss: Tensor, out: Tensor) -> None:
 
     What is 0 stays 0: a token that does not count has no gradient, whatever that of its loss.
     """
-    if dloss.dim() == 0 and dloss.is_cpu and dloss.item() == 1:
+    upstream = dloss.unsqueeze(-1) if dloss.dim() else dloss
+    total = (dloss.sum() if dloss.dim() else dloss).item() if dloss.is_cpu else math.nan
+    if not dloss.dim() and total == 1:
         if out is not slopes:
             out.copy_(slopes)
-        return
-    upstream = dloss.unsqueeze(-1) if dloss.dim() else dloss
-    if dloss.is_cpu and bool(dloss.isfinite().all()):
+    elif math.isfinite(total) or (dloss.is_cpu and bool(dloss.isfinite().all())):  # a sum may overflow
         torch.mul(slopes, upstream, out=out)
     else:
         out.copy_(torch.where(slopes == 0, 0.0, slopes * upstream))

@@ -18,6 +18,8 @@ from adjoint.ops.loss.arguments import LABEL_OUT_OF_RANGE, MAX_CLASSES, Loss
 from adjoint.ops.loss.bounds import Arithmetic, cross_entropy_bound
 
 DTYPES = {short(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""The dtypes of logits by name, as a schema takes them, and back."""
 
 SCHEDULES = Schedules(Path(__file__).with_name("schedules.json"))
 
@@ -105,11 +107,6 @@ def refuse_sizes(problem: Problem, tokens: int, classes: int) -> str:
     return ""
 
 
-def _run_plain(arguments: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
-    logits, labels, *options, with_slopes, keep = arguments
-    return eager.forward_plain(logits, labels, Loss(*options), with_slopes, keep)
-
-
 def _run(plan: Plan, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
     logits, labels, *options, _with_slopes, _keep = arguments
     eager.forward(logits, labels, Loss(*options), LABEL_OUT_OF_RANGE["cross_entropy"], outputs)
@@ -136,7 +133,7 @@ def _refuse(problem: Problem) -> str:
 
 
 def _in_pytorch(run: Run) -> Candidate:
-    return in_pytorch("eager", lambda problem: _guarantee(problem, False), run, revision=4)
+    return in_pytorch("eager", lambda problem: _guarantee(problem, False), run, revision=5)
 
 
 def _candidates(kernel: str, launch: str, run: Run) -> tuple[Candidate, ...]:
@@ -153,6 +150,8 @@ def _candidates(kernel: str, launch: str, run: Run) -> tuple[Candidate, ...]:
     return on_kernels, _in_pytorch(run)
 
 
-CROSS_ENTROPY = _candidates("cross_entropy", "forward", allocating_outputs(_run, _run_plain))
-CROSS_ENTROPY_BACKWARD = _candidates("cross_entropy_backward", "backward", allocating_outputs(_run_backward))
+CROSS_ENTROPY = _candidates("cross_entropy", "forward", allocating_outputs(_run, eager.forward_plain, many_calls=True))
+CROSS_ENTROPY_BACKWARD = _candidates(
+    "cross_entropy_backward", "backward", allocating_outputs(_run_backward, many_calls=True)
+)
 CROSS_ENTROPY_BACKWARD_KEPT = (_in_pytorch(allocating_outputs(_run_kept)),)

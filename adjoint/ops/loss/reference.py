@@ -13,11 +13,12 @@ NAMES = ("ignore_index", "label_smoothing", "z_loss", "softcap", "reduction", "s
 
 def targets(labels: Tensor, ignore_index: int = -100, shift: bool = False) -> tuple[Tensor, Tensor]:
     """The class of each token, 0 where it does not count, and which tokens do; with `shift`, that of the next token."""
+    labels = labels.long()  # which has every ignore_index
     if shift:
         end = torch.full_like(labels[..., :1], ignore_index)
         labels = torch.cat((labels[..., 1:], end), -1)
     counted = labels != ignore_index
-    return torch.where(counted, labels, 0).long(), counted
+    return torch.where(counted, labels, 0), counted
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:

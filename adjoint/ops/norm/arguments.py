@@ -62,6 +62,10 @@ def require_rows(op: str, x: Tensor, eps: float) -> None:
     require_floating(op, "x", x)
     if x.dim() == 0:
         raise ArgumentError(f"{op}: x must have at least one axis, got shape ()")
+    require_eps(op, eps)
+
+
+def require_eps(op: str, eps: float) -> None:
     require_number(op, "eps", eps)
     if not eps >= 0:
         raise ArgumentError(f"{op}: eps must not be negative, got {eps}")

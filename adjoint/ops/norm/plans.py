@@ -57,10 +57,17 @@ DOMAIN = (
     "rows whose mean of squares plus ε (of l2_norm, sum of squares plus ε) and products with dy stay within 2^±100 "
     "(float64: 2^±1000)"
 )
-SPECIAL_VALUES = (
-    "a NaN in a row makes all of it NaN; an infinity gives NaN where it stands and 0 elsewhere; "
-    "silu(−∞) = −0 and silu(+∞) = +∞ before the product"
-)
+_ROW = "a NaN in a row of x makes all of it NaN"
+_SPECIAL_ROW = f"{_ROW}; an infinity gives NaN where it stands and 0 elsewhere"
+SPECIAL_VALUES = {
+    "s": "an IEEE sum",
+    "y": _SPECIAL_ROW,
+    "dx": "a NaN or an infinity in a row of x makes all of it NaN, and so does a NaN in its gradient",
+    "dweight": f"{_ROW}; an infinity gives NaN in its column",
+    "dgate": f"{_SPECIAL_ROW}; silu'(−∞) = −0 and silu'(+∞) = 1 before the product",
+}
+"""What infinities and NaN give. With a residual, its sum with x is the row."""
+_OF_GATES = "; silu(−∞) = −0 and silu(+∞) = +∞ before the product"
 ORDER_OF_ROWS = (
     "; its order is fixed by the number of rows, the width and the dtype: other rows in the batch change its bits"
 )
@@ -103,10 +110,17 @@ def _guarantee(norm: Norm, direction: str, on_kernels: bool, problem: Problem) -
             roundings=1 + (bounds.rounded and name != "dx") + (norm.residual and name != "s"),
             error=error(name),
             domain=DOMAIN + (ORDER_OF_ROWS if on_kernels and name == "dweight" else ""),
-            special_values=SPECIAL_VALUES,
+            special_values=_special_values(norm, name),
         )
         for name in outputs
     }
+
+
+def _special_values(norm: Norm, name: str) -> str:
+    words = SPECIAL_VALUES["dx" if name == "dresidual" else name]
+    if norm.residual and name != "s":
+        words = words.replace("a row of x", "a row of s")
+    return words + (_OF_GATES if name == "y" and "gate" in norm.inputs else "")
 
 
 def _candidates(norm: Norm, direction: str) -> tuple[Candidate, Candidate]:

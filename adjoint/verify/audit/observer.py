@@ -170,7 +170,8 @@ class _Call:
         entries = [Entry(self.layer, op.label, "backward", name, "") for name in shown]
         try:
             used, plain = op.forms[self.form], op.forms[""]
-            upstream_gradients = tuple(upstream[: len(op.upstream)])
+            absences = (None,) * (len(op.upstream) - len(upstream))
+            upstream_gradients = (*upstream[: len(op.upstream)], *absences)
             buffers = op.forward.allocate(*self._complete(self.inputs, keep=True))
             arguments = used.arguments(upstream_gradients, (*self.inputs, *self.options), buffers, ())
             plan = select(used.operator, used.operator.describe(*arguments), self.preference)

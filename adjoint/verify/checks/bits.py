@@ -181,10 +181,12 @@ def upstreams(subject: Subject, dtype: torch.dtype, device: torch.device, prefer
     for name, base in comparison.evaluations():
         if base.promises("batch_invariant")[1]:
             forward = Forward(subject, base.inputs, preference)
-            for what, relayout in _RELAYOUTS.items():
-                laid = tuple(map(relayout, base.upstream))
-                plain = forward.backward(tuple(t.contiguous() for t in laid), keep=True)
-                comparison.equal(f"{name}: {what}", forward.backward(laid, keep=True).gradients, plain.gradients)
+            ones = tuple(t.new_ones(()).expand(t.shape) for t in base.upstream)
+            for upstream, relayouts in ((base.upstream, _RELAYOUTS), (ones, {"expanded": lambda t: t})):
+                plain = forward.backward(tuple(t.contiguous() for t in upstream), keep=True)
+                for what, relayout in relayouts.items():
+                    laid = forward.backward(tuple(map(relayout, upstream)), keep=True)
+                    comparison.equal(f"{name}: {what}", laid.gradients, plain.gradients)
         for index, expected in zip(subject.places(base.inputs), base.gradients, strict=True):
             inputs = list(each(Tensor.detach, base.inputs))
             inputs[index].requires_grad_()
@@ -195,7 +197,6 @@ def upstreams(subject: Subject, dtype: torch.dtype, device: torch.device, prefer
 
 
 _RELAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "expanded": lambda t: t.new_ones(()).expand(t.shape),
     "transposed": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1) if t.dim() > 1 else t,
     "every other": lambda t: torch.stack((t, t), dim=-1)[..., 1],
 }

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from adjoint.contract import directions
 from adjoint.contract.cases import Case, Subject
 from adjoint.contract.inputs import Inputs, each
+from adjoint.contract.undrawn import Undrawn
 from adjoint.core import kernels
 from adjoint.core.errors import Unsupported
 from adjoint.core.op.operator import forget
@@ -33,7 +34,8 @@ def first_of_each_plan(
     """The first case of each plan, and of each set of kernels that a plan launches."""
     by_plan: dict[tuple[object, ...], Case] = {}
     for case in subject.cases:
-        call = subject.bind(case.make(dtype, torch.device("cpu"), generator()))
+        with Undrawn():
+            call = subject.bind(case.make(dtype, torch.device("cpu"), generator()))
         plans = [select(operator, problem, resolve(preference)) for operator, problem in call.problems(device)]
         by_plan.setdefault(tuple((plan.name, _kernels_of(plan)) for plan in plans), case)
     return list(by_plan.values())

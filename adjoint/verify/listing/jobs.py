@@ -12,7 +12,7 @@ from adjoint.contract.cases import BadCall, Case, Subject
 from adjoint.contract.undrawn import Undrawn
 from adjoint.core.errors import ArgumentError, Unsupported
 from adjoint.core.kernels import why_not_on, why_not_triton
-from adjoint.core.plan import select
+from adjoint.core.plan import Call, select
 from adjoint.core.preference import BACKENDS, Preference, resolve
 from adjoint.core.problem import short
 from adjoint.ops import FAMILIES, cases
@@ -100,9 +100,15 @@ def named_plans(subject: Subject, device: torch.device) -> list[str]:
     return [plan for plan in runnable if not _is_first(subject, plan, device)]
 
 
+def _undrawn_call(subject: Subject, case: Case, dtype: torch.dtype) -> Call:
+    """The call of a case, for choosing plans: nothing is drawn."""
+    with Undrawn():
+        return subject.bind(case.make(dtype, torch.device("cpu"), generator()))
+
+
 def _is_first(subject: Subject, name: str, device: torch.device) -> bool:
     """Whether a plan is the first of its backend on a device. Then the checks of the backend check it."""
-    call = subject.bind(subject.cases[0].make(subject.dtypes[0], torch.device("cpu"), generator()))
+    call = _undrawn_call(subject, subject.cases[0], subject.dtypes[0])
     runnable = [plan for plan in call.operator.candidates() if not plan.why_not_on(device)]
     first_of_backends = {plan.backend: plan.name for plan in reversed(runnable)}
     return name in first_of_backends.values()
@@ -118,10 +124,9 @@ def _served(subject: Subject, backend: str, device: torch.device) -> Subject | N
     accepted = ("", why_not_triton(device))  # whether the backend exists here at all is settled elsewhere
 
     def serves(dtype: torch.dtype) -> bool:
-        call = subject.bind(subject.cases[0].make(dtype, torch.device("cpu"), generator()))
         return all(
             any(plan.backend == backend and plan.refuse(problem) in accepted for plan in operator.candidates())
-            for operator, problem in call.problems(device)
+            for operator, problem in _undrawn_call(subject, subject.cases[0], dtype).problems(device)
         )
 
     dtypes = tuple(dtype for dtype in subject.dtypes if serves(dtype))
@@ -205,8 +210,7 @@ def _with_cases_of(subject: Subject, dtype: torch.dtype, device: torch.device, p
     """The subject with the cases that a plan takes in a dtype."""
 
     def takes(case: Case) -> bool:
-        with Undrawn():
-            call = subject.bind(case.make(dtype, torch.device("cpu"), generator()))
+        call = _undrawn_call(subject, case, dtype)
         try:
             return all(select(operator, problem, resolve(preference)) for operator, problem in call.problems(device))
         except Unsupported:

@@ -244,6 +244,42 @@ def test_a_special_value_stays_within_its_window(value: float, backend: str, dev
 
 
 @every_backend
+@pytest.mark.parametrize("activation", ["silu", None])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_special_value_reaches_gradients_of_tokens_nearby(
+    value: float, activation: str | None, backend: str, device: torch.device
+) -> None:
+    """Of x, with SiLU alone: it reaches dx of W − 1 tokens on either side, as does one of a state before a sequence."""
+    shapes = ((2, 12, 3), (3, 4), (3,), (2, 3, 3))
+    x, weight, bias, state = (normal(*shape, seed=n).float() for n, shape in enumerate(shapes))
+    dy = normal(2, 12, 3, seed=9).float().to(device)
+
+    def reached(x: Tensor, state: Tensor) -> tuple[Tensor, ...]:
+        inputs = leaves(device, x, weight, bias, state)
+        y = conv(*inputs[:3], initial_state=inputs[3], activation=activation, backend=backend)
+        return tuple(~torch.isfinite(t.cpu()) for t in torch.autograd.grad(y, inputs, dy))
+
+    spoiled = x.clone()
+    spoiled[0, 6, 1] = value
+    of_x, of_slopes, channel = torch.zeros_like(x).bool(), activation is not None, torch.arange(3) == 1
+    of_x[0, 3:10, 1] = True
+    dx, dweight, dbias, dstate = reached(spoiled, state)
+    assert not (dx & ~of_x).any() and (of_slopes or not dx.any()) and not dstate.any()
+    if value == value or not of_slopes:  # the slope of −∞ may be −0
+        assert not dbias.any() or torch.equal(dbias, channel & of_slopes)
+    else:
+        assert torch.equal(dx, of_x) and torch.equal(dbias, channel)
+    assert torch.equal(dweight, channel[:, None].expand(3, 4))
+    late = state.clone()
+    late[1, 1, 2] = value  # the token before the first
+    dx, dweight, dbias, dstate = reached(x, late)
+    near = torch.zeros_like(x).bool()
+    near[1, :3, 1] = True
+    assert not (dx & ~near).any() and not dstate[0].any() and not dstate[:, ~channel].any()
+    assert dweight[1, :3].all() and not dweight[~channel].any()
+
+
+@every_backend
 def test_infinities_have_silu_s_limits(backend: str, device: torch.device) -> None:
     x = torch.tensor([float("-inf"), float("inf"), float("nan")], device=device).view(1, 3, 1)
     y = conv(x, torch.ones(1, 1, device=device), backend=backend).flatten()

@@ -69,6 +69,21 @@ def test_a_shift_is_that_of_each_sequence(backend: str) -> None:
 
 
 @every_backend
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_an_ignore_index_that_labels_cannot_have_ignores_none(backend: str, shift: bool, reduction: str) -> None:
+    """2^40 has the same low 32 bits as a label of 0, which an int32 has."""
+    logits, labels = _logits(3, 6, 20).float().requires_grad_(), _labels(3, 6, classes=20, ignored=False).int()
+    labels[:, 2] = 0
+    options: dict[str, Any] = {"shift": shift, "reduction": reduction, "preference": Preference(backend=backend)}
+    losses, gradients = [], []
+    for ignored in (2**40, -100):
+        losses.append(adjoint.cross_entropy(logits, labels, ignore_index=ignored, **options))
+        gradients.append(torch.autograd.grad(losses[-1].sum(), logits)[0])
+    assert torch.equal(*losses) and torch.equal(*gradients)
+
+
+@every_backend
 def test_packed_sequences_are_silent_where_they_meet(backend: str) -> None:
     """The first label of each packed sequence is ignore_index: then packed is the sum of the parts."""
     logits, labels = _logits(1, 11, 20).float(), _labels(1, 11, classes=20, ignored=False)

@@ -61,6 +61,22 @@ def test_linear_cross_entropy_holds_a_block_of_logits_and_the_slope_of_a_cap(
         assert _peak(loss) <= 4 * BLOCK + 2 * inputs
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_sum_of_a_weight_s_gradient_takes_its_own_memory_and_that_of_a_block_s_share(
+    reduction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eager, "BLOCK_ELEMENTS", BLOCK)
+    tokens, columns = 4 * BLOCK // CLASSES, 512
+    hidden, weight = (torch.randn(n, columns, requires_grad=True) for n in (tokens, CLASSES))
+    labels = torch.arange(tokens)
+
+    def loss() -> torch.Tensor:
+        return adjoint.linear_cross_entropy(hidden, weight, labels, reduction=reduction)
+
+    assert 3 * weight.nbytes > 2 * weight.nbytes + 4 * BLOCK + 3 * hidden.nbytes  # what a third copy would take
+    assert _peak(_step(loss, hidden, weight)) <= 2 * weight.nbytes + 4 * BLOCK + 3 * hidden.nbytes
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("is_few", [True, False])
 def test_cross_entropy_holds_no_more_than_torch(

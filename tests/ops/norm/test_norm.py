@@ -219,6 +219,37 @@ def test_special_values_of_a_sum_are_those_of_a_row(backend: str, device: torch.
     assert y[0].isnan().all() and y[2].isnan().sum() == 1 and not y[2, :3].any()
 
 
+@every_backend
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", ["rms_norm", "gated_rms_norm", "l2_norm"])
+def test_special_values_reach_what_is_stated(name: str, value: float, backend: str, device: torch.device) -> None:
+    """A NaN or an infinity of x makes its row of dx NaN, and what the words of each other result say."""
+    function = getattr(adjoint, name)
+    names = {"rms_norm": ("x", "weight"), "gated_rms_norm": ("x", "gate", "weight"), "l2_norm": ("x",)}[name]
+    leaves = {
+        n: normal(*((24,) if n == "weight" else (9, 24)), dtype=torch.float32, seed=i) for i, n in enumerate(names)
+    }
+    leaves["x"][3, 5] = value
+    leaves = {n: t.to(device).requires_grad_() for n, t in leaves.items()}
+    plan = adjoint.plan(function, *leaves.values(), preference=Preference(backend=backend))
+    y = function(*leaves.values(), preference=Preference(backend=backend))
+    up = normal(9, 24, dtype=torch.float32, seed=4).to(device)
+    up[3] = 0.0  # though nothing comes from this row, and another has a NaN of its own
+    up[6, 2] = torch.nan
+    found = dict(zip((f"d{n}" for n in names), gradients(y, tuple(leaves.values()), up), strict=True))
+    column, others = torch.arange(24, device=device) == 5, [0, 1, 2, 4, 5, 7, 8]
+    of_row = torch.ones_like(column) if value != value else column
+    for result in (y.detach(), *([found["dgate"]] if "gate" in names else [])):
+        assert torch.equal(result[3].isnan(), of_row) and not result[3][~of_row].any()
+        assert result[others].isfinite().all()
+    assert found["dx"][[3, 6]].isnan().all() and found["dx"][others].isfinite().all()
+    assert "an infinity in a row of x makes all of it NaN" in plan.adjoint.guarantee["dx"].special_values
+    assert "an infinity gives NaN where it stands and 0 elsewhere" in plan.guarantee["y"].special_values
+    if "dweight" in found:
+        assert torch.equal(found["dweight"].isnan(), of_row | (torch.arange(24, device=device) == 2))
+        assert "an infinity gives NaN in its column" in plan.adjoint.guarantee["dweight"].special_values
+
+
 def test_x_and_residual_accumulate_apart() -> None:
     x, residual = normal(2, 4).requires_grad_(), normal(2, 4, seed=1).requires_grad_()
     y, s = adjoint.rms_norm(x, torch.ones(4, dtype=torch.float64), residual=residual)

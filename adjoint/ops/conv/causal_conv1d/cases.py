@@ -171,7 +171,7 @@ _packed = calls_of(causal_conv1d, x=(1, 5, 6), weight=(6, 4))
 BAD_CALLS = (
     BadCall("x with two axes", _call(x=blank(5, 6)), "causal_conv1d", "x", "axes", "(5, 6)"),
     BadCall("weight of other channels", _call(weight=blank(5, 4)), "weight", "6 channels", "(5, 4)"),
-    BadCall("weight as modules keep it", _call(weight=blank(6, 1, 4)), "weight", "(6, 1, 4)"),
+    BadCall("weight as modules keep it", _call(weight=blank(6, 1, 4)), "weight", "(6, 1, 4)", "weight.squeeze(1)"),
     BadCall("no taps", _call(weight=blank(6, 0)), "width", "1 to 8", "got 0"),
     BadCall("nine taps", _call(weight=blank(6, 9)), "width", "1 to 8", "got 9"),
     BadCall("weight of another 16-bit dtype", _call(x=blank(2, 5, 6, dtype=torch.bfloat16),

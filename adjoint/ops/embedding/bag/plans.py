@@ -95,7 +95,7 @@ def _weights_bound(problem: Problem, dout: Tensor, ids: Tensor, weight: Tensor, 
 def forward_guarantee(problem: Problem) -> dict[str, Guarantee]:
     dtype, is_maximum = problem.dtypes[0], forward_options(problem)[0] == "max"
     error = "0: the largest row's value is copied" if is_maximum else _SUM
-    integers = Derived("0: integers", lambda *inputs: torch.zeros(()))
+    integers = Derived("0: integers", lambda *inputs: torch.zeros((), device="cpu"))
     order = order_in_words(TILE).replace("row", "bag").replace("tokens", "entries")
     return {
         "out": invariant_guarantee(

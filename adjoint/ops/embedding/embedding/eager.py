@@ -84,7 +84,7 @@ def _sum_tiles(terms: Tensor, keys: Tensor, tile: int) -> tuple[Tensor, Tensor]:
     while True:
         present, group, lengths = keys.unique_consecutive(return_inverse=True, return_counts=True)
         tiles = (lengths + (tile - 1)).div(tile, rounding_mode="floor")
-        rank = torch.arange(len(keys)) - (lengths.cumsum(0) - lengths)[group]
+        rank = torch.arange(len(keys), device=keys.device) - (lengths.cumsum(0) - lengths)[group]
         tile_of_term = (tiles.cumsum(0) - tiles)[group] + rank.div(tile, rounding_mode="floor")
         keys = present.repeat_interleave(tiles)
         sums = terms.new_empty(len(keys), terms.shape[1])
@@ -102,14 +102,15 @@ def scatters_in_order(dtype: torch.dtype, columns: int) -> bool:
     """
     if columns < 16:
         return False
-    rows = torch.linspace(-1, 3, 97 * columns, dtype=torch.float64).sin_().mul_(64).view(97, columns).to(dtype)
+    rows = torch.linspace(-1, 3, 97 * columns, dtype=torch.float64, device="cpu").sin_().mul_(64)
+    rows = rows.view(97, columns).to(dtype)
     rows[0] = -0.0
-    keys = torch.arange(97).mul_(5).remainder_(7)
+    keys = torch.arange(97, device="cpu").mul_(5).remainder_(7)
     keys[0] = 7
-    expected = torch.zeros(8, columns, dtype=wide_dtype(dtype))
+    expected = rows.new_zeros(8, columns, dtype=wide_dtype(dtype))
     for key, row in zip(keys.tolist(), rows, strict=True):
         expected[key] += row
-    sums = torch.zeros(8, columns, dtype=dtype).scatter_add_(0, keys[:, None].expand_as(rows), rows)
+    sums = rows.new_zeros(8, columns).scatter_add_(0, keys[:, None].expand_as(rows), rows)
     return torch.equal(sums, expected.to(dtype)) and not bool(sums[7].signbit().any())
 
 

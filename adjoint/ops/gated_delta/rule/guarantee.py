@@ -4,14 +4,13 @@ The package `bound` evaluates them, and docs/gated-delta-error.md proves them. T
 on which they depend, and the ceilings that are recorded for the op's cases.
 """
 
-import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from adjoint.core.guarantee import Derived, Empirical, Guarantee
+from adjoint.core.guarantee import Derived, Empirical, EvaluatedOnce, Guarantee
 from adjoint.core.problem import Problem, short, wide_dtype
 from adjoint.ops.gated_delta import packing
 from adjoint.ops.gated_delta.packing import CHUNK
@@ -88,41 +87,17 @@ _INPUTS = 7
 """The number of inputs of the rule and its reference: q, k, v, g, beta, initial states and bounds of sequences."""
 
 
-class _Bounds:
-    """The bounds of all results of a problem, evaluated once for the same inputs."""
+def _evaluate(problem: Problem, hopper: bool | None, *inputs: Tensor | None) -> dict[str, Tensor]:
+    """The bounds of all results. `inputs` are those of the reference; for gradients, upstream gradients come first."""
+    from adjoint.ops.gated_delta.rule.bound import Call
 
-    def __init__(self, problem: Problem, hopper: bool | None) -> None:
-        self._problem, self._hopper = problem, hopper
-        self._inputs: tuple[Any, ...] | None = None
-        self._bounds: dict[str, Tensor] = {}
-
-    def of(self, name: str, *inputs: Tensor | None) -> Tensor:
-        """The bound of a result. `inputs` are those of the reference; for a gradient, upstream gradients come first."""
-        if self._inputs is None or not _are_those(inputs, self._inputs):
-            self._bounds = self._evaluate(inputs)
-            self._inputs = tuple(_no_tensor if x is None else weakref.ref(x) for x in inputs)
-        return self._bounds[name]
-
-    @torch.no_grad()
-    def _evaluate(self, inputs: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
-        from adjoint.ops.gated_delta.rule.bound import Call
-
-        scale, normalize, *_ = self._problem.options
-        call = Call(arithmetic_of(self._problem, self._hopper), scale, normalize)
-        if not self._problem.op.endswith("backward"):
-            return call.forward(_kinds(self._problem), *inputs)  # type: ignore[arg-type]
-        if len(inputs) == _INPUTS + 1:  # a call without final states, which then have no gradient
-            inputs = (inputs[0], None, *inputs[1:])
-        return call.backward(_kinds(self._problem), *inputs)  # type: ignore[arg-type]
-
-
-def _are_those(inputs: tuple[Tensor | None, ...], references: tuple[Any, ...]) -> bool:
-    """Whether inputs are the same tensor objects as those of some weak references."""
-    return len(inputs) == len(references) and all(x is of() for x, of in zip(inputs, references, strict=True))
-
-
-def _no_tensor() -> None:
-    """Stands for a reference to an absent input."""
+    scale, normalize, *_ = problem.options
+    call = Call(arithmetic_of(problem, hopper), scale, normalize)
+    if not problem.op.endswith("backward"):
+        return call.forward(_kinds(problem), *inputs)  # type: ignore[arg-type]
+    if len(inputs) == _INPUTS + 1:  # a call without final states, which then have no gradient
+        inputs = (inputs[0], None, *inputs[1:])
+    return call.backward(_kinds(problem), *inputs)  # type: ignore[arg-type]
 
 
 def arithmetic_of(problem: Problem, hopper: bool | None) -> "Arithmetic":
@@ -158,12 +133,12 @@ def arithmetic_of(problem: Problem, hopper: bool | None) -> "Arithmetic":
 
 
 def _promises(problem: Problem, hopper: bool | None, **words: Any) -> dict[str, Guarantee]:
-    bounds = _Bounds(problem, hopper)
+    bounds = EvaluatedOnce(partial(_evaluate, problem, hopper))
 
     def error(name: str) -> Derived:
         words = f"a bound evaluated for the inputs, of the norm of the error of {_OF[name]}: docs/gated-delta-error.md"
         expected = partial(_expected, problem, hopper, name) if _has_expected(problem, hopper, name) else None
-        return Derived(words, lambda *inputs: bounds.of(name, *inputs), _AXES.get(name, 0), expected)
+        return Derived(words, lambda *inputs: bounds(*inputs)[name], _AXES.get(name, 0), expected)
 
     return {
         name: Guarantee(error=error(name), **{key: of(name) if callable(of) else of for key, of in words.items()})

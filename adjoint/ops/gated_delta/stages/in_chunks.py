@@ -80,8 +80,8 @@ class Chunks:
             row = torch.arange(self.batch, device=self.device)
             step = torch.arange(self.each, device=self.device)
             return ((row * self.time // self.size + row)[:, None] + step).flatten()
-        sequence = torch.repeat_interleave(torch.arange(len(self.starts)), self.numbers)
-        step = torch.arange(len(sequence)) - self.first[sequence]
+        sequence = torch.repeat_interleave(torch.arange(len(self.starts), device="cpu"), self.numbers)
+        step = torch.arange(len(sequence), device="cpu") - self.first[sequence]
         return (self.starts[sequence] // self.size + sequence + step).to(self.device)
 
 

@@ -34,7 +34,7 @@ Reduction = Literal["mean", "sum", "none"]
 
 def _check_logits(logits: Tensor) -> None:
     require_floating(_OP, "logits", logits)
-    if logits.dim() == 0 or logits.shape[-1] == 0:
+    if 0 in logits.shape[-1:] or not logits.shape:
         raise ArgumentError(
             f"{_OP}: logits must have an axis of classes, the last, and at least one class, got shape "
             f"{tuple(logits.shape)}"
@@ -69,7 +69,7 @@ def _allocate(logits: Tensor, labels: Tensor, *values: Any) -> tuple[Tensor, ...
         logits.new_empty(tokens if loss.log_probabilities else 0, dtype=kind),
         logits.new_empty(number, dtype=torch.int32),
         logits.new_empty(number, dtype=kind),
-        logits.new_empty(1, dtype=kind),
+        logits.new_empty(0 if with_slopes else 1, dtype=kind),
         logits.new_empty(logits.shape if with_slopes and keep else 0, dtype=kind),
     )
 
@@ -80,7 +80,8 @@ def _sizes(logits: Tensor) -> tuple[int, int]:
 
 
 def _describe(logits: Tensor, labels: Tensor, *values: Any) -> Facts:
-    layout = copied_layout({"logits": logits}, {"labels": labels})
+    is_whole = logits.is_contiguous() and labels.is_contiguous()
+    layout = "" if is_whole else copied_layout({"logits": logits}, {"labels": labels})
     return Facts((logits.dtype, labels.dtype), layout, _sizes(logits))
 
 
@@ -115,8 +116,8 @@ def _allocate_kept(dloss: Tensor, dlog_probabilities: Any, slopes: Tensor, *valu
 
 
 def _unscaled(dloss: Tensor, dlog_probabilities: Any, slopes: Tensor, *values: Any) -> tuple[Tensor, ...] | None:
-    """What was kept, where it is the gradient itself, of a type that is not rounded."""
-    return (slopes,) if values[-1] in ("float32", "float64") and is_handed_on(dloss) else None
+    """What was kept, rounded, where it is the gradient itself."""
+    return (slopes.to(plans.DTYPES[values[-1]]),) if is_handed_on(dloss) else None
 
 
 _SAVES = ("logits", "targets", "sizes", "count")
@@ -149,7 +150,7 @@ _cross_entropy = Op(
             _describe_kept,
             saves=("slopes",),
             options=f"{OPTIONS}, bool with_slopes, str dtype",
-            options_of=lambda logits, labels, *values: (*values, short(logits.dtype)),
+            options_of=lambda logits, labels, *values: (*values, plans.NAMES[logits.dtype]),
             check=_check_kept,
             allocate=_allocate_kept,
             name="backward_kept",

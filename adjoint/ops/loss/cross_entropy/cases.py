@@ -109,6 +109,7 @@ BAD_CALLS = (
     BadCall("logits without classes", _changed(logits=shaped(4, 3, 0)), "logits", "at least one class", "(4, 3, 0)"),
     BadCall("labels of other tokens", _changed(labels=shaped(4, 2)), "labels", "(4, 3)", "(4, 2)"),
     BadCall("labels with one axis more", _changed(labels=shaped(4, 3, 1)), "labels", "(4, 3)", "(4, 3, 1)"),
+    BadCall("labels for classes second", _changed(labels=shaped(4, 12)), "(4, 3)", "(4, 12)", "logits.movedim(1, -1)"),
     BadCall("narrow labels", _changed(labels=Tensor.short), "labels", "int16", ".long()"),
     BadCall("labels that are a mask", _changed(labels=Tensor.bool), "labels", "bool"),
     BadCall("a label too large", _changed(labels=with_label(7, 12)), "cross_entropy: labels", "got 12 at position 7 "),

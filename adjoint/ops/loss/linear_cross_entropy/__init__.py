@@ -36,7 +36,7 @@ from adjoint.ops.loss.linear_cross_entropy.kept import (
     hidden_sums_dtype,
     needed_sums,
 )
-from adjoint.ops.loss.plans import DTYPES
+from adjoint.ops.loss.plans import DTYPES, NAMES
 
 _OP = "linear_cross_entropy"
 
@@ -111,6 +111,10 @@ def _sizes(hidden: Tensor, weight: Tensor) -> tuple[int, ...]:
 def _copied(hidden: Tensor, weight: Tensor, **others: Tensor | None) -> str:
     """Which tensors are copied before kernels read them: those that are not contiguous, and matrices whose memory
     begins at no multiple of 16 bytes."""
+    if not (hidden.data_ptr() | weight.data_ptr()) % 16 and all(
+        [x is None or x.is_contiguous() for x in (hidden, weight, *others.values())]
+    ):
+        return ""
     matrices = {"hidden": hidden, "weight": weight}
     layout = copied_layout({}, {**matrices, **others})
     shifted = [name for name, x in matrices.items() if x.is_contiguous() and x.data_ptr() % 16]
@@ -220,7 +224,7 @@ _linear_cross_entropy = Op(
         _describe_scaling,
         saves=("hidden_sums", "weight_sums", "bias_sums", "count"),
         options=f"{OPTIONS}, int frozen, str dtype",
-        options_of=lambda hidden, weight, labels, bias, *values: (*values, short(hidden.dtype)),
+        options_of=lambda hidden, weight, labels, bias, *values: (*values, NAMES[hidden.dtype]),
         check=_check_scaling,
         allocate=_allocate_scaled,
         at_once=_unscaled,

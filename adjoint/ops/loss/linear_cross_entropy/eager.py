@@ -10,10 +10,12 @@ from adjoint.core.layout import begins_as_allocated
 from adjoint.core.problem import wide_dtype
 from adjoint.ops.loss.arguments import LABEL_OUT_OF_RANGE, Loss
 from adjoint.ops.loss.eager import (
+    NOTHING,
     Plain,
     cap,
     is_plain,
     part,
+    plain_rows,
     plain_slopes,
     plain_targets,
     reduction_of,
@@ -48,11 +50,12 @@ def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor, add: bool = False) -> None:
     """out = left·right, or on top of what is there; copied where the caller's memory begins elsewhere than torch's."""
-    if not add and out.dtype == left.dtype and begins_as_allocated(out):
+    if add:
+        out.add_(torch.mm(left, right))
+    elif out.dtype == left.dtype and begins_as_allocated(out):
         torch.mm(left, right, out=out)
     else:
-        product = torch.mm(left, right)
-        out.copy_(out + product if add else product)
+        out.copy_(torch.mm(left, right))
 
 
 def _add_products(
@@ -69,7 +72,7 @@ def _add_products(
         _multiply(slopes.T, rows if g is None else rows * g, of_weight, add=not is_first)
     if of_bias.numel():
         total = slopes.sum(0) if g is None else slopes.sum(0).mul_(g)
-        of_bias.copy_(total if is_first else of_bias + total)
+        of_bias.copy_(total) if is_first else of_bias.add_(total)
 
 
 def forward_plain(arguments: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
@@ -91,29 +94,34 @@ def _forward_plain(arguments: tuple[Any, ...], loss: Loss) -> tuple[Tensor, ...]
     if element != kind:
         rows, weight, bias = rows.to(kind), weight.to(kind), None if bias is None else bias.to(kind)
     logits = _logits(rows, weight, bias)
-    logarithms = torch.log_softmax(logits, 1, out=logits)  # as in `row_results`
+    logarithms = torch.log_softmax(logits, 1, out=logits if loss.is_total else None)  # as in `row_results`
     plain = Plain.of(logarithms, target, loss)
     if plain is None:
         return None
+    if not loss.is_total:
+        targets, sizes = plain_rows(logits, logarithms, target, plain, loss.ignore_index)
+        nothing = NOTHING[kind]
+        kept = NOTHING[torch.bfloat16] if element == torch.bfloat16 else nothing
+        return plain.value_like(labels), nothing, targets, sizes, plain.kept_count, kept, nothing, nothing
     needed = needed_sums(loss, frozen, keep, bias is not None)
     slopes = logarithms  # not read, unless they are
     if needed:
         own = loss._replace(reduction="sum") if divides_later(element, loss) else loss
         of_loss = loss.ignore_index, reduction_of(own), plain.is_whole
         slopes = plain_slopes(logarithms, target, plain.number, *of_loss)
-    empty = logits.new_empty
-    of_hidden = torch.mm(slopes, weight) if needed & NEED_HIDDEN else empty(0)
+    nothing = NOTHING[kind]
+    of_hidden = torch.mm(slopes, weight) if needed & NEED_HIDDEN else nothing
     if element == torch.bfloat16:
         of_hidden = of_hidden.to(element)
     return (
         plain.value,
-        empty(0),
-        empty(0, dtype=torch.int32),
-        empty(0),
+        nothing,
+        NOTHING[torch.int32],
+        nothing,
         plain.kept_count,
         of_hidden if hidden.dim() == 2 or not needed & NEED_HIDDEN else of_hidden.view(hidden.shape),
-        torch.mm(slopes.T, rows) if needed & NEED_WEIGHT else empty(0),
-        slopes.sum(0) if needed & NEED_BIAS else empty(0),
+        torch.mm(slopes.T, rows) if needed & NEED_WEIGHT else nothing,
+        slopes.sum(0) if needed & NEED_BIAS else nothing,
     )
 
 

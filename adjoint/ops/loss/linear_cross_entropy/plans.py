@@ -138,7 +138,12 @@ def _refuse_tiles(problem: Problem) -> str:
 
 
 def _candidates(
-    kernel: str, launch: str, compute: Compute, at_once: AtOnce | None = None, revision: int = 1
+    kernel: str,
+    launch: str,
+    compute: Compute,
+    at_once: AtOnce | None = None,
+    revision: int = 1,
+    many_calls: bool = True,
 ) -> tuple[Candidate, ...]:
     def on_kernels(name: str, refuse: Callable[[Problem], str]) -> Candidate:
         return Candidate(
@@ -153,11 +158,14 @@ def _candidates(
         )
 
     in_torch = in_pytorch(
-        "eager", lambda problem: _guarantee(problem, "eager"), allocating_outputs(compute, at_once), revision=4
+        "eager",
+        lambda problem: _guarantee(problem, "eager"),
+        allocating_outputs(compute, at_once, many_calls),
+        revision=5,
     )
     return on_kernels("vendor", _refuse_vendor), on_kernels("tiles", _refuse_tiles), in_torch
 
 
 FORWARD = _candidates("linear_cross_entropy", "forward", eager.forward, eager.forward_plain)
-SCALING = _candidates("linear_cross_entropy_scaling", "scaling", eager.scaling)
+SCALING = _candidates("linear_cross_entropy_scaling", "scaling", eager.scaling, many_calls=False)
 AGAIN = _candidates("linear_cross_entropy_again", "again", eager.again, revision=2)

@@ -46,7 +46,8 @@ def multiplies_directly(dtype: torch.dtype) -> bool:
         return True
     if dtype != torch.bfloat16:
         return False
-    left, right = torch.ones(33, 2048, dtype=dtype), torch.full((2048, 65), 2.0**-4, dtype=dtype)
+    left = torch.ones(33, 2048, dtype=dtype, device="cpu")
+    right = torch.full((2048, 65), 2.0**-4, dtype=dtype, device="cpu")
     right[0] = 256.0  # in bfloat16 the other terms cannot be added to it
     return torch.equal(left @ right, (left.float() @ right.float()).to(dtype))
 

@@ -129,7 +129,8 @@ def guarantee(
             error=Derived(words, bounds.y if is_forward else partial(bounds.gradient, name)),
             recorded=Empirical(CEILINGS[element], _CASES[element]),
             domain=_DOMAIN + (f"; {order}" if ours else _BY_THREADS * repeats),
-            special_values="as the products and sums give them, in the tokens and experts they reach",
+            special_values="as the products and sums give them, in the tokens and experts they reach; "
+            f"silu(+∞) = +∞, silu(−∞) {'= −0' if ours else 'is NaN'}",
             out_of_range=f"an index out of range adds nothing and has no gradient, and is {REPORTED}",
         )
         for name, (item, roundings, has_dh, order) in _PROMISES.items()

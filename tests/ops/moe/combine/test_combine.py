@@ -7,6 +7,7 @@ from torch import Tensor
 import adjoint
 from adjoint import Preference, moe
 from adjoint.ops.moe.combine import combine_tensors
+from adjoint.verify.checks.bits import same_bits
 
 BACKENDS = [pytest.param("triton", marks=pytest.mark.kernels), pytest.param("eager")]
 backends = pytest.mark.parametrize("backend", BACKENDS)
@@ -57,6 +58,26 @@ def test_sums_run_in_float32(dtype: torch.dtype, backend: str, device: torch.dev
     _, layout = moe.dispatch(rows[:1], indices, 1)
     for weights in (None, torch.ones(1, 65, device=device), torch.ones(1, 65, dtype=dtype, device=device)):
         assert moe.combine(rows, weights, layout, preference=Preference(backend=backend)).item() == 320
+
+
+@backends
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_begin_with_a_zero_and_products_are_those_of_ieee(
+    dtype: torch.dtype, backend: str, device: torch.device
+) -> None:
+    """Of two tokens with two slots; row 3 is past the last offset, so it counts for nothing and has the gradient +0."""
+    nan, inf = torch.nan, torch.inf
+    rows = torch.tensor([[-0.0, nan, inf, 1.0], [-0.0, 1.0, -inf, inf], [-0.0, 2.0, inf, -inf], [nan] * 4], dtype=dtype)
+    weights = torch.tensor([[1.0, 1.0], [0.0, 1.0]])
+    dy = torch.tensor([[-0.0, inf, 2.0, 0.0], [-0.0, -inf, nan, 3.0]], dtype=dtype)
+    rows, weights, dy = rows.to(device).requires_grad_(), weights.to(device).requires_grad_(), dy.to(device)
+    inverse, offsets = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([[0, 1], [2, 3]], [0, 2, 3]))
+    y = combine_tensors(rows, weights, inverse, offsets, preference=Preference(backend=backend))
+    assert same_bits(y.detach().cpu(), torch.tensor([[0.0, nan, nan, inf], [0.0, 0.0, nan, nan]], dtype=dtype))
+    drows, dweights = (t.cpu() for t in torch.autograd.grad(y, (rows, weights), dy))
+    products = [[-0.0, inf, 2.0, 0.0], [-0.0, inf, 2.0, 0.0], [-0.0, nan, nan, 0.0], [0.0] * 4]
+    assert same_bits(drows, torch.tensor(products, dtype=dtype))
+    assert dweights[0].isnan().all() and dweights[1, 0].isnan() and same_bits(dweights[1, 1], torch.tensor(0.0))
 
 
 @pytest.mark.kernels

@@ -260,6 +260,21 @@ def test_an_expert_reaches_nobody_else(backend: str, device: torch.device) -> No
     assert dgate_up[others].isfinite().all() and ddown[others].isfinite().all()
 
 
+@backends
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gate_of_minus_infinity(dtype: torch.dtype, backend: str, device: torch.device) -> None:
+    """Its hidden is −0 on kernels and NaN in plain PyTorch, as the guarantee says; that of +∞ is infinite on both."""
+    x, gate_up = torch.ones(2, 4, dtype=dtype), torch.ones(2, 6, 4, dtype=dtype)
+    gate_up[0, 0, 1], gate_up[1, 0, 1] = -torch.inf, torch.inf
+    down, indices = torch.ones(2, 4, 3, dtype=dtype), torch.tensor([[0], [1]])
+    inputs = [t.to(device) for t in (x, gate_up, down, indices, torch.ones(2, 1))]
+    preference = Preference(backend=backend)
+    y, words = moe.experts(*inputs, preference=preference), adjoint.plan(moe.experts, *inputs, preference=preference)
+    said = words.guarantee["y"].special_values
+    assert (y[1] == torch.inf).all() and "silu(+∞) = +∞" in said
+    assert y[0].isfinite().all() if "silu(−∞) = −0" in said else y[0].isnan().all() and "silu(−∞) is NaN" in said
+
+
 # --------------------------------------------------------------------------------------- out of range
 
 

@@ -184,6 +184,27 @@ def test_without_tokens_both_are_zero(backend: str, device: torch.device) -> Non
     assert float(moe.z_loss(empty, preference=preference)) == 0
 
 
+@backends
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_special_values_of_tokens_that_count_are_those_of_ieee(
+    value: float, backend: str, device: torch.device
+) -> None:
+    """As the formulas have them: a row of NaN, of +∞ or of −∞ has no shares, one −∞ alone a share of 0."""
+    preference = Preference(backend=backend)
+    indices = torch.arange(12, device=device).view(6, 2) % 4
+    for places in (slice(0, 1), slice(0, 4)):
+        logits = _logits(6, 4).to(device)
+        logits[2, places] = value
+        x = logits.requires_grad_()
+        is_number = value == -torch.inf and places == slice(0, 1)
+        losses = moe.load_balancing_loss(x, indices, preference=preference), moe.z_loss(x, preference=preference)
+        for loss, expected in zip(losses, (torch.nan, abs(value)), strict=True):
+            (gradient,) = torch.autograd.grad(loss, x)
+            assert loss.isfinite() if is_number else same_bits(loss.detach().cpu(), torch.tensor(expected))
+            assert gradient[2].isfinite().all() if is_number else gradient[2].isnan().all()
+            assert gradient[[0, 1, 3, 4, 5]].isfinite().all()
+
+
 @pytest.mark.kernels
 def test_the_order_of_the_sum_is_that_of_runs(device: torch.device) -> None:
     """Several levels: the tokens of a run in order, then runs in order, in float32, is what the kernels do."""

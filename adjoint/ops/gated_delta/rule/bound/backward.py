@@ -51,7 +51,7 @@ def _compose_reverse(
     segment = Segment(a, dS)
     for at in chunks:
         segment.advance(lanes.chunk(a, scale, at), None)
-    eye = torch.eye(dS.shape[-2]).to(dS).expand_as(segment.M)
+    eye = torch.eye(dS.shape[-2], dtype=dS.dtype, device=dS.device).expand_as(segment.M)
     s, M_rows = dS.norm(dim=-1) + E.rows(), segment.M_error.rows()
     # ‖(error of M)ᵀ dS‖ is at most that of dSᵀ's columns along M's ellipsoids.
     passed = segment.M_error.along(dS.mT).norm(dim=-1) + segment.M_error.norm() * E.norm()

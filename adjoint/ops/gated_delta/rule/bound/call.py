@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from adjoint.core.guarantee import without_nan
 from adjoint.ops.gated_delta import packing, reference
 from adjoint.ops.gated_delta.packing import CHUNK, saved_states
 from adjoint.ops.gated_delta.rule.bound.arithmetic import FLUSHED, SLACK, Arithmetic, rounding, unit_below_normal
@@ -12,6 +13,7 @@ from adjoint.ops.gated_delta.rule.bound.backward import backward
 from adjoint.ops.gated_delta.rule.bound.expected import expected_errors
 from adjoint.ops.gated_delta.rule.bound.forward import Lanes, forward
 from adjoint.ops.gated_delta.rule.bound.gradients import Gradients
+from adjoint.ops.gated_delta.rule.bound.overflow import sums_may_overflow
 
 
 def _lanes(x: Tensor, heads: int) -> Tensor:
@@ -39,10 +41,15 @@ class Call:
         """q and k as the products take them: normalised if the call asks for it."""
         if not self.normalize:
             return q, k
-        q, k = reference.normalized(q), reference.normalized(k)
+        q, k = (self._normalized(x) for x in (q, k))
         if self.arithmetic.storage:
             q, k = (x.to(self.arithmetic.storage).double() for x in (q, k))
         return q, k
+
+    def _normalized(self, x: Tensor) -> Tensor:
+        """x over its length; infinite where the sum of its squares has no place, so that nothing is promised."""
+        lost = sums_may_overflow(self.arithmetic, 1.0, x.square().sum(-1, keepdim=True))
+        return reference.normalized(x).masked_fill(lost, torch.inf)
 
     def _groups(self, x: Tensor, cu_seqlens: Tensor | None) -> list[tuple[slice, slice, slice]]:
         """The rows, tokens and numbers of the sequences that are evaluated together."""
@@ -78,7 +85,7 @@ class Call:
                 for number, of_sequence in enumerate(bound.unflatten(0, (-1, heads))):
                     begin = (of_rows.start + number) * time + tokens.start
                     bounds["saved"][begin // packing.SEGMENT + segment - 1] = SLACK * of_sequence + FLUSHED
-        return bounds
+        return {name: without_nan(bound) for name, bound in bounds.items()}
 
     def expected(
         self,
@@ -149,7 +156,7 @@ class Call:
             for name in ("dv", "dg", "dbeta"):
                 error, norm = getattr(whole, f"{name}_error"), getattr(whole, name).abs()
                 bounds[name][of_rows, tokens] = _rounded(kinds[name], a.wide, error, norm, V if name == "dv" else 1)
-        return bounds
+        return {name: without_nan(bound) for name, bound in bounds.items()}
 
 
 def _rounded(kind: torch.dtype, wide: torch.dtype, error: Tensor, norm: Tensor, size: int) -> Tensor:

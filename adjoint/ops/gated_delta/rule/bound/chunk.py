@@ -38,7 +38,7 @@ class Chunk:
     def __init__(self, arithmetic: Arithmetic, scale: float, q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> None:
         a, K, count = arithmetic, k.shape[-1], k.shape[-2]
         self.q, self.k, self.beta, self.scale = q, k, beta, scale
-        self.eye = torch.eye(K).to(k).expand(len(k), K, K)
+        self.eye = torch.eye(K, dtype=k.dtype, device=k.device).expand(len(k), K, K)
         self.over_keys, self.over_tokens = a.sum_of(K), a.sum_of(count)
         G = g.clamp_min(RESET[torch.float64]).cumsum(-1)
         past = torch.ones(count, count, dtype=torch.bool, device=k.device).tril()
@@ -50,7 +50,7 @@ class Chunk:
         self.k_norm, self.q_norm = k.norm(dim=-1), q.norm(dim=-1)
         strict = self.D.tril(-1)
         A = beta.unsqueeze(-1) * self.kk * strict
-        one = torch.eye(count).to(k)
+        one = torch.eye(count, dtype=k.dtype, device=k.device)
         self.T = torch.linalg.solve_triangular(A + one, one.expand_as(A), upper=False, unitriangular=True)
         self.T0 = self.T - one
         self.old = (beta * self.start).unsqueeze(-1) * k

@@ -11,7 +11,7 @@ from adjoint.ops.gated_delta.packing import CHUNK
 from adjoint.ops.gated_delta.rule.bound.arithmetic import FLUSHED, NOISE, TF32_PRODUCT, Arithmetic
 from adjoint.ops.gated_delta.rule.bound.chunk import Chunk, norms_of_sums, times
 from adjoint.ops.gated_delta.rule.bound.ellipsoids import Ellipsoids
-from adjoint.ops.gated_delta.rule.bound.overflow import matrix_may_overflow, may_overflow
+from adjoint.ops.gated_delta.rule.bound.overflow import matrix_may_overflow, may_overflow, sums_may_overflow
 
 
 class ForwardStep(NamedTuple):
@@ -26,7 +26,7 @@ class ForwardStep(NamedTuple):
         size: the norm of each token's computed v'.
         residual_rounding, residual_error: the error of rounding r, and its error before that.
         through_T: the error of the product with T.
-        overflow: whether a number of S, r, v' or P may overflow in storage, [lanes].
+        overflow: whether a number of S, r, v' or P may overflow in storage, or a sum, [lanes].
     """
 
     S: Tensor
@@ -71,6 +71,9 @@ def forward_step(
     after = c.over[:, None, None] * S + c.kt @ new_values
     overflow = matrix_may_overflow(a, S, s) | matrix_may_overflow(a, r, rho) | matrix_may_overflow(a, new_values, size)
     overflow = overflow | may_overflow(a, c.largest_score).flatten(1).any(-1)
+    read = v.norm(dim=-1) + times(c.k.abs(), s + dS)
+    terms = torch.cat([times(c.T.abs(), read), s + dS + times(k_abs, size)], -1)
+    overflow = overflow | sums_may_overflow(a, 1.0, terms).any(-1)
     step = ForwardStep(S, new_values, s, dS, local_error, error, size, dr, residual_error, through_T, overflow)
     return step, after, E.move(c.M).add(Ellipsoids.around(columns, sizes))
 
@@ -89,6 +92,8 @@ def output_bound(a: Arithmetic, c: Chunk, step: ForwardStep, E: Ellipsoids) -> t
     error = error + (a.tiny * (1 + scale) + NOISE * scale * c.q_norm) * step.size.sum(-1, keepdim=True)
     error = error + (c.over_keys + c.over_tokens + 8 * a.unit) * times(c.far.abs(), seen) + row * (1 + P_abs.sum(-1))
     error = error + scale * c.start_error * times(c.q.abs(), seen)
+    terms = times(c.q.abs(), seen) + times(c.qk_abs, 1 + step.size)
+    error = error.masked_fill(sums_may_overflow(a, c.scale, terms), torch.inf)
     return out.norm(dim=-1), error
 
 
@@ -139,7 +144,8 @@ class Segment:
         """Args: S: a state, for its size."""
         lanes, K, _ = S.shape
         self.a = a
-        self.M, self.M_error = torch.eye(K).to(S).expand(lanes, K, K), Ellipsoids.none(lanes, K, S)
+        eye = torch.eye(K, dtype=S.dtype, device=S.device)
+        self.M, self.M_error = eye.expand(lanes, K, K), Ellipsoids.none(lanes, K, S)
         self.B, self.B_error = torch.zeros_like(S), Ellipsoids.none(lanes, K, S)
         self.overflow = torch.zeros(lanes, dtype=torch.bool, device=S.device)
 
@@ -158,7 +164,8 @@ class Segment:
         product = times(self.M.abs(), s) + self.M_error.rows() * s.norm(dim=-1, keepdim=True)
         product = product + self.B.norm(dim=-1) + self.B_error.rows()
         sums = (TF32_PRODUCT + self.a.sum_of(self.M.shape[-1])) * product + FLUSHED
-        of_sums = Ellipsoids.around(torch.eye(self.M.shape[-1]).to(self.M).expand_as(self.M), sums)
+        eye = torch.eye(self.M.shape[-1], dtype=self.M.dtype, device=self.M.device)
+        of_sums = Ellipsoids.around(eye.expand_as(self.M), sums)
         return E.move(self.M).add(self.M_error.scale(size), self.B_error, of_sums)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from adjoint.ops.gated_delta.rule.bound.arithmetic import FLUSHED, NOISE, Arithmetic
 from adjoint.ops.gated_delta.rule.bound.chunk import Chunk, norms_of_sums, times
 from adjoint.ops.gated_delta.rule.bound.forward import ForwardErrors
-from adjoint.ops.gated_delta.rule.bound.overflow import Lost, may_overflow
+from adjoint.ops.gated_delta.rule.bound.overflow import Lost, may_overflow, sums_may_overflow
 from adjoint.ops.gated_delta.rule.bound.reverse_step import ReverseStep
 
 
@@ -102,10 +102,11 @@ class TokenGradients:
         self.largest_E = (c.beta.unsqueeze(-1) * (D * N + share * self.N_terms)).tril(-1)
 
     def lost(self, forward_overflow: Tensor, reverse_overflow: Tensor) -> Lost:
-        """The gradients that overflows in storage may reach: overflows in M, E and rows of this chunk, or in a scan."""
+        """The gradients that overflows may reach: those of M, E and rows of this chunk, of its sums, or of a scan."""
         a, c = self.a, self.c
         M, E = may_overflow(a, self.largest_M), may_overflow(a, self.largest_E)
-        of_scans = (forward_overflow | reverse_overflow).unsqueeze(-1).expand_as(c.beta)
+        sums = self._sums_may_overflow()
+        of_scans = (forward_overflow | reverse_overflow | sums).unsqueeze(-1).expand_as(c.beta)
         dq, dk = of_scans | M.any(-1), of_scans | M.any(-2) | E.any(-1) | E.any(-2)
         dg = dbeta = of_scans
         if a.row_product:
@@ -117,6 +118,15 @@ class TokenGradients:
             rows = may_overflow(a, torch.cat([abs(c.scale) * do_S, new_dS, pairs], -1)).any(-1) | of_keys
             dg, dbeta = dg | rows.any(-1, keepdim=True), dbeta | of_keys
         return Lost(dq, dk, reverse_overflow.unsqueeze(-1).expand_as(c.beta), dg, dbeta)
+
+    def _sums_may_overflow(self) -> Tensor:
+        """Whether the sums for dq, dk, dβ or dg of one of the chunk's tokens may, [lanes]."""
+        c, S, dS = self.c, self.S_rows.norm(dim=-1, keepdim=True), self.dS_rows.norm(dim=-1, keepdim=True)
+        scaled, q, k = max(1.0, abs(c.scale)) * self.upstream, 1 + c.q_norm, 1 + c.k_norm
+        of_outputs = scaled.sum(-1, keepdim=True) * (S + (k * self.new_size).sum(-1, keepdim=True)) * q
+        read = S + (k * self.new_size).sum(-1, keepdim=True) + self.v.norm(dim=-1)
+        of_values = (self.Y_size * k).sum(-1, keepdim=True) * read * k + self.new_size * dS * k
+        return sums_may_overflow(self.a, 1.0, of_outputs + of_values + S * dS).any(-1)
 
     def _shift(self, shift: Tensor) -> None:
         """The errors that normalised q and k add to dS_t, Y and v − S_tᵀk, and to the dS of the previous chunk."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from adjoint.ops.gated_delta.rule.bound.arithmetic import FLUSHED, Arithmetic
 from adjoint.ops.gated_delta.rule.bound.chunk import Chunk, times
 from adjoint.ops.gated_delta.rule.bound.ellipsoids import Ellipsoids
-from adjoint.ops.gated_delta.rule.bound.overflow import matrix_may_overflow, may_overflow
+from adjoint.ops.gated_delta.rule.bound.overflow import matrix_may_overflow, may_overflow, sums_may_overflow
 
 
 class ReverseStep(NamedTuple):
@@ -20,7 +20,7 @@ class ReverseStep(NamedTuple):
         Y: the adjoint of β ⊙ (v − Sᵀk).
         local_error, error, size: those of Y before it is rounded, as those of v' in `ForwardStep`.
         overflow: whether a number of dS, Y, P, scale·e^G do, and of R or of P T and Tᵀ Pᵀ do, may overflow in storage,
-            [lanes].
+            or a sum, [lanes].
     """
 
     dS: Tensor
@@ -81,6 +81,9 @@ def reverse_step(
     overflow = overflow | matrix_may_overflow(a, dS, s) | matrix_may_overflow(a, Y, size)
     far = abs(c.scale) * (c.start + c.start_error).unsqueeze(-1) * do.abs()
     overflow = overflow | may_overflow(a, torch.cat([c.largest_score, far], -1)).flatten(1).any(-1)
+    read = times(c.k.abs(), s) + times(c.qk_abs.mT, upstream)
+    terms = torch.cat([times(T_abs.mT, read), s + times(c.q.abs().mT, upstream) + times(c.k.abs().mT, size)], -1)
+    overflow = overflow | sums_may_overflow(a, c.scale, terms).any(-1)
     step = ReverseStep(dS, Y, s, a.u * s + a.row(do.shape[-1]), local_error, error, size, overflow)
     before = c.over[:, None, None] * dS + c.far.mT @ do - c.old.mT @ Y
     return step, before, E.move(c.M.mT).add(Ellipsoids.around(columns, sizes))

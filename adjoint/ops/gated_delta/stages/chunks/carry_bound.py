@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from adjoint.core.guarantee import norm_of, without_nan
 from adjoint.ops.gated_delta.stages.in_chunks import Chunks, state_count
 
 SLACK = 1.02
@@ -30,7 +31,7 @@ class CarryBound:
         info = torch.finfo(wide)
         # The exact results of float64 are themselves computed in float64.
         self.wide, self.kinds, self.u = wide, kinds, info.eps / (1 if wide == torch.float64 else 2)
-        self.tiny, self.chunk = info.smallest_normal, chunk
+        self.tiny, self.most, self.chunk = info.smallest_normal, info.max / 2, chunk
         self.chunks = chunks = Chunks(k, cu_seqlens, chunk)
         self.repeat = u.shape[2] // max(1, k.shape[2])
         self.K, self.V = k.shape[-1], u.shape[-1]
@@ -48,15 +49,21 @@ class CarryBound:
         self.over = last[..., 0].exp()
         self.over_error = self.over * (4 * last[..., 0].abs() + 10) * self.u + self.tiny
         self.faded = self.end.unsqueeze(-1) * self.k
-        self.faded_error = self.end_error * self.k.norm(dim=-1) + self.tiny
+        self.faded_error = self.end_error * norm_of(self.k) + self.tiny
         eye = torch.eye(self.K, dtype=torch.float64, device=k.device)
         self.M = torch.linalg.matrix_norm(self.over[..., None, None] * eye - self.faded.mT @ self.w, 2) * (1 + 1e-12)
-        self.k_norm, self.w_norm = self.k.norm(dim=-1), self.w.norm(dim=-1)
+        self.k_norm, self.w_norm = norm_of(self.k), norm_of(self.w)
         self.state = state
         self._scan()
 
     def _sum(self, terms: int) -> float:
         return SLACK * (terms + 8) * self.u
+
+    def _placed(self, error: Tensor, *sizes: Tensor) -> Tensor:
+        """The error, infinite where numbers on the way, or sums of their terms, may have no place in the arithmetic."""
+        for size in sizes:
+            error = torch.where(size < self.most, error, torch.inf)
+        return error
 
     def _scan(self) -> None:
         chunks, current = self.chunks, self.state.clone()
@@ -69,15 +76,16 @@ class CarryBound:
             sequences, at = chunks.at(step)
             S, E = current[sequences], error[sequences]
             self.S[at], self.S_error[at] = S, E
-            size = S.norm(dim=(-1, -2)) + E
+            size = norm_of(S, 2) + E
             values = self.U[at] - self.w[at] @ S
-            own = self._sum(self.K) * self.w_norm[at] * size.unsqueeze(-1) + 2 * self.u * self.U[at].norm(dim=-1)
-            own = own + self.tiny * self.V
+            own = self._sum(self.K) * self.w_norm[at] * size.unsqueeze(-1) + 2 * self.u * norm_of(self.U[at])
+            known = self.w_norm[at] * size.unsqueeze(-1)
+            own = self._placed(own + self.tiny * self.V, known + norm_of(self.U[at]))
             of_values = self.w_norm[at] * E.unsqueeze(-1) + own
             self.values[at], self.values_error[at] = values, of_values
             current[sequences] = self.over[at][..., None, None] * S + self.faded[at].mT @ values
-            total = values.norm(dim=-1) + of_values
-            error[sequences] = self._carried(at, E, size, own, total, self.faded[at].norm(dim=-1), current[sequences])
+            total = norm_of(values) + of_values
+            error[sequences] = self._carried(at, E, size, own, total, norm_of(self.faded[at]), current[sequences])
         self.final, self.final_error = current, error
 
     def _carried(
@@ -86,8 +94,9 @@ class CarryBound:
         """The error of a state after a chunk, whose rows have sizes `total` and, of their own, errors `own`."""
         lost = self.faded_error[at] * total + self._sum(self.chunk) * weights * total
         added = (weights * own + lost).sum(-1) + (self.over_error[at] + 3 * self.u * self.over[at]) * size
-        added = added + 3 * self.u * result.norm(dim=(-1, -2)) + self.tiny * (self.K * self.V) ** 0.5
-        return SLACK * (self.M[at] * E + added)
+        added = added + 3 * self.u * norm_of(result, 2) + self.tiny * (self.K * self.V) ** 0.5
+        terms = self.over[at] * size + (weights * total).sum(-1)
+        return self._placed(SLACK * (self.M[at] * E + added), size, terms)
 
     # ----------------------------------------------------------------------------------------- results
 
@@ -99,16 +108,16 @@ class CarryBound:
         return error + info.eps / 2 * (norm + error) + info.smallest_normal * info.eps * numbers**0.5
 
     def _tokens(self, name: str, norm: Tensor, error: Tensor, numbers: int) -> Tensor:
-        return self.chunks.tokens(self._stored(name, norm, error, numbers))
+        return self.chunks.tokens(without_nan(self._stored(name, norm, error, numbers)))
 
     def results(self) -> dict[str, Tensor]:
         count = state_count(self.chunks.batch * self.chunks.time, len(self.state), self.chunk)
         states = self.S_error.new_zeros(count, self.U.shape[1])
         states[self.chunks.state_places] = self.S_error
         return {
-            "values": self._tokens("values", self.values.norm(dim=-1), self.values_error, self.V),
-            "states": states,
-            "final_state": self.final_error,
+            "values": self._tokens("values", norm_of(self.values), self.values_error, self.V),
+            "states": without_nan(states),
+            "final_state": without_nan(self.final_error),
         }
 
     def gradients(self, dvalues: Tensor, dstates: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
@@ -121,37 +130,39 @@ class CarryBound:
             sequences, at = chunks.at(step)
             after, E = current[sequences], error[sequences]
             dS[at], dS_error[at] = after, E
-            size, weights = after.norm(dim=(-1, -2)) + E, self.faded[at].norm(dim=-1)
+            size, weights = norm_of(after, 2) + E, norm_of(self.faded[at])
             own = (self._sum(self.K) * weights + self.faded_error[at]) * size.unsqueeze(-1)
-            own = own + 2 * u * total[at].norm(dim=-1) + self.tiny * self.V
+            own = own + 2 * u * norm_of(total[at]) + self.tiny * self.V
+            own = self._placed(own, weights * size.unsqueeze(-1) + norm_of(total[at]))
             total[at] = total[at] + self.faded[at] @ after
             total_error[at] = weights * E.unsqueeze(-1) + own
-            rows, begin = total[at].norm(dim=-1) + total_error[at], of_begins[at]
+            rows, begin = norm_of(total[at]) + total_error[at], of_begins[at]
             before = self.over[at][..., None, None] * after - self.w[at].mT @ total[at] + begin
             lost = self._carried(at, E, size, own, rows, self.w_norm[at], before)
-            current[sequences], error[sequences] = before, lost + 2 * u * begin.norm(dim=(-1, -2))
-        return self._of_tokens(total, total_error, dS, dS_error) | {"dstate": error}
+            current[sequences], error[sequences] = before, lost + 2 * u * norm_of(begin, 2)
+        return self._of_tokens(total, total_error, dS, dS_error) | {"dstate": without_nan(error)}
 
     def _of_tokens(self, total: Tensor, total_error: Tensor, dS: Tensor, dS_error: Tensor) -> dict[str, Tensor]:
-        S_norm, dS_norm = self.S.norm(dim=(-1, -2)), dS.norm(dim=(-1, -2))
+        S_norm, dS_norm = norm_of(self.S, 2), norm_of(dS, 2)
         S_size, dS_size = S_norm + self.S_error, dS_norm + dS_error
-        rows, new = total.norm(dim=-1), self.values.norm(dim=-1)
+        rows, new = norm_of(total), norm_of(self.values)
         row_sizes, new_sizes = rows + total_error, new + self.values_error
 
         def each(x: Tensor) -> Tensor:
             return x.unsqueeze(-1)
 
         dw = each(self.S_error) * row_sizes + each(S_norm) * total_error + self._sum(self.V) * each(S_size) * row_sizes
+        dw = self._placed(dw, each(S_size) * row_sizes)
         of_keys = each(dS_error) * new_sizes + each(dS_norm) * self.values_error
         of_keys = self.end * of_keys + (self._sum(self.V) * self.end + self.end_error) * each(dS_size) * new_sizes
-        of_keys = of_keys + self.tiny * self.K
+        of_keys = self._placed(of_keys + self.tiny * self.K, each(dS_size) * new_sizes)
         key_rows = self.end * each(dS_size) * new_sizes
         until_end = of_keys * self.k_norm + self._sum(self.K) * key_rows * self.k_norm
         until_end = until_end + self.tiny * each(dS_size) * new_sizes  # of the product of a key with its decay
         whole = self.S_error * dS_size + S_norm * dS_error + self._sum(self.K * self.V) * S_size * dS_size
         at_end = until_end.sum(-1) + self._sum(self.chunk) * (key_rows * self.k_norm).sum(-1)
         at_end = at_end + self.over * whole + (self.over_error + 3 * self.u * self.over) * S_size * dS_size
-        at_end = at_end + self.tiny * (S_size + dS_size)
+        at_end = self._placed(at_end + self.tiny * (S_size + dS_size), S_size * dS_size)
         dG = until_end.clone()
         place = self.chunks.last.expand(*dG.shape[:2], 1)
         dG.scatter_add_(-1, place, at_end.unsqueeze(-1))
@@ -165,5 +176,5 @@ class CarryBound:
             "dk": self._tokens("dk", grouped(key_rows), dk, self.K),
             "dw": self._tokens("dw", (each(S_norm) * rows), dw + self.tiny * self.K, self.K),
             "du": self._tokens("du", rows, total_error, self.V),
-            "dG": self.chunks.tokens(dG),
+            "dG": self.chunks.tokens(without_nan(dG)),
         }

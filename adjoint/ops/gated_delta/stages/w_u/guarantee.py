@@ -30,6 +30,11 @@ def parts_of(element: torch.dtype, T: torch.dtype) -> int:
 
 Bound = Callable[..., Tensor]
 
+_DOMAIN = (
+    "every finite input of which e^G is finite; where a sum on the way may pass the accumulator's largest number, the "
+    "bound is infinite"
+)
+
 
 class _Magnitudes:
     """The inputs of the stage in float64 as `[chunks, heads, chunk, ...]`, without their signs.
@@ -61,6 +66,30 @@ def _stored(before: Tensor, magnitude: Tensor, terms: int, kind: torch.dtype, wi
     """
     before = before + terms * _smallest(wide)
     return before if kind == wide else before + spacing(magnitude + before, kind) / 2
+
+
+def _largest_terms(name: str, m: _Magnitudes, *slopes: Tensor) -> Tensor:
+    """What sums of terms on the way to a result amount to, whatever decays and β multiply them before or behind."""
+    if name in ("w", "u"):
+        return m.tokens(m.T @ ((m.k if name == "w" else m.v) * m.from_start.clamp_min(1)))
+    dw, du = (m.gather(x) for x in slopes)
+    pairs = (dw @ m.k.mT) * m.from_start.mT.clamp_min(1) + du @ m.v.mT
+    if name == "dT":
+        return m.tokens(pairs)
+    if name in ("dk", "dv"):
+        through = m.T.mT @ (dw * m.from_start.clamp_min(1) if name == "dk" else du)
+        return m.tokens(through.unflatten(1, (-1, m.repeat)).sum(2) if name == "dk" else through)
+    return m.tokens((pairs * m.T.clamp_min(1)).sum(-2))
+
+
+def _where_it_fits(bound: Bound, name: str, wide: torch.dtype) -> Bound:
+    """A bound that is infinite where terms may have no place in the type of the arithmetic."""
+
+    def placed(*inputs: Any) -> Tensor:
+        terms = _largest_terms(name, _Magnitudes(*inputs[-6:]), *inputs[:-6])
+        return torch.where(terms < torch.finfo(wide).max / 2, bound(*inputs), torch.inf)
+
+    return placed
 
 
 def _smallest(dtype: torch.dtype) -> float:
@@ -139,9 +168,9 @@ def in_pytorch(problem: Problem) -> dict[str, Guarantee]:
             device_invariant=False,
             accumulator=short(wide),
             roundings=2 * int(kind != wide or (name == "dT" and problem.dtypes[0] != wide)),  # dT has two terms
-            error=Derived(_FORMULA, _eager_bound(problem, name, kind)),
+            error=Derived(_FORMULA, _where_it_fits(_eager_bound(problem, name, kind), name, wide)),
             out_of_range="cu_seqlens out of order is reported; tokens of no sequence give 0",
-            domain="every finite input of which e^G is finite",
+            domain=_DOMAIN,
         )
         for name, kind in _dtypes(problem).items()
     }
@@ -226,8 +255,11 @@ def on_kernels(problem: Problem) -> dict[str, Guarantee]:
             device_invariant=False,
             accumulator="float32",
             roundings=0 if kind == torch.float32 else 1 if backward else 2,
-            error=Derived(f"{formula}, u = 2⁻²⁴; {_T[parts_of(*problem.dtypes)]}", _kernel_bound(problem, name, kind)),
-            domain="every finite input of which e^G is finite and T is below 2¹²⁷",
+            error=Derived(
+                f"{formula}, u = 2⁻²⁴; {_T[parts_of(*problem.dtypes)]}",
+                _where_it_fits(_kernel_bound(problem, name, kind), name, torch.float32),
+            ),
+            domain=f"{_DOMAIN}; T is below 2¹²⁷",
             out_of_range="cu_seqlens out of order is reported, at once on the CPU, by adjoint.check() on a GPU, and "
             "taken as what lies within bounds; tokens of no sequence give 0",
         )
