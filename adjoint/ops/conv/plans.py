@@ -42,7 +42,10 @@ def chain_of(tokens: int) -> int:
     return stretch_of(tokens) + RUN_LEVELS + -(-stretches >> RUN_LEVELS)
 
 
-DOMAIN = "inputs whose products, and sums of those, stay below 2^126 (float64: 2^1022)"
+DOMAIN = (
+    "inputs whose products, and sums of their magnitudes, stay below 2^126 (float64: 2^1022), else the bound of what "
+    "they reach is infinite"
+)
 ORDER = "; its order is fixed by the number of tokens: other tokens in the batch change its bits"
 SPECIAL_VALUES = (
     "a NaN or an infinity at a token reaches the outputs of that token and of the W − 1 after it, in its own channel "
