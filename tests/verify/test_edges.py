@@ -64,6 +64,27 @@ def subnormal_slope(name: str, dtype: torch.dtype) -> Example:
     return (a, ones, torch.full((4,), 400.0, dtype=dtype), torch.zeros(4, dtype=dtype)), (ones * 1e-296, ones)
 
 
+def rows_outside(name: str, dtype: torch.dtype) -> Example:
+    """Rows whose squares or sums have no place in the arithmetic, beside one that has: nothing is promised of them."""
+    most = torch.finfo(dtype).max
+    x = torch.linspace(1, 2, 24, dtype=torch.float64).view(1, 3, 8)
+    large = (most / 4, most / 4) if name == "causal_conv1d" else (most / 4, most**0.5 * 2)
+    x = (x * torch.tensor([1.0, *large], dtype=torch.float64)[:, None]).to(dtype)
+    weight, ones = torch.ones(8, dtype=dtype), torch.ones_like(x)
+    more = {
+        "rms_norm": (weight,), "rms_norm[residual]": (weight, x), "gated_rms_norm": (ones, weight),
+        "causal_conv1d": (torch.tensor([0.0, 0.0, -6.0, 6.0], dtype=dtype).expand(8, 4), weight, None, None),
+    }.get(name, ())  # fmt: skip
+    return (x, *more), (ones,) * (1 + (name == "rms_norm[residual]"))
+
+
+def rates_outside(name: str, dtype: torch.dtype) -> Example:
+    """A rate e^{A_log} that float32 has no place for, and a gate of which its product with it would be 0."""
+    a, ones = torch.full((1, 2, 4), -1000.0, dtype=dtype), torch.ones(1, 2, 4, dtype=dtype)
+    rates = torch.tensor([1.0, 1.0, 100.0, 1.0], dtype=dtype)
+    return (a, ones, rates, torch.zeros(4, dtype=dtype)), (ones.to(F64 if dtype == F64 else F32),) * 2
+
+
 NORMS = ("rms_norm", "gated_rms_norm", "l2_norm", "normalize")
 
 
@@ -218,11 +239,15 @@ def hidden_that_overflow(name: str, dtype: torch.dtype) -> Example:
 
 SUMS = ("embedding", "embedding_bag[mean]", "take_along_axis", "moe.dispatch", "moe.combine", "cross_entropy")
 
+WIDE = (F32, BF16, F64)
+
 DELTA = ("gated_delta_rule", "gated_delta_step", "carry", "output", "recompute_w_u")
 
 EXAMPLES: list[tuple[Callable[[str, torch.dtype], Example], str, torch.dtype]] = [
     *((subnormal_x, name, kind) for name in NORMS for kind in (F32, F64)),
     *((subnormal_rows, name, kind) for name in NORMS[:2] for kind in (F32, F64)),
+    *((rows_outside, name, kind) for name in (*NORMS, "rms_norm[residual]", "causal_conv1d") for kind in WIDE),
+    *((rows_outside, "rms_norm[residual]", F16), (rates_outside, "gate", BF16)),
     (subnormal_sum, "rms_norm", BF16),
     (subnormal_slope, "gate", F64),
     *((subnormal_share, name, F32) for name in ("moe.load_balancing_loss", "moe.z_loss")),

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from adjoint.core.guarantee import spacing
+from adjoint.core.guarantee import spacing, without_nan
 from adjoint.core.problem import short
 from adjoint.ops.conv import reference
 
@@ -50,6 +50,7 @@ class Bounds:
         self.u = info.eps / 2 * (2 if element == torch.float64 else 1)
         self.silu, self.slope = SILU[element.itemsize == 2] if is_silu else (0, 0)
         self.tiny = info.smallest_normal  # what products that underflow may cost
+        self.most = info.max / 4  # of the sums of terms for which there is a promise
         self.tiny_silu = info.smallest_normal * 2**30 * is_silu  # silu below it counts as 0
 
     def _gamma(self, roundings: int) -> float:
@@ -60,18 +61,23 @@ class Bounds:
 
         torch rounds float64 to 16 bits by way of float32.
         """
+        before = without_nan(before)
         if kind == self.arithmetic:
             return before
         if self.arithmetic == torch.float64 and kind.itemsize == 2:
             before = before + 2.0**-24 * (exact.abs() + before)
         return before + spacing(exact.abs() + before, kind) / 2
 
+    def _placed(self, error: Tensor, size: Tensor) -> Tensor:
+        """The error, infinite where sums of terms of these sizes may have no place in the arithmetic."""
+        return torch.where(size < self.most, error, torch.inf)
+
     def _preactivation(self, of: Inputs) -> tuple[Tensor, Tensor]:
         """z, and its error."""
         width = of.weight.shape[1]
         bias, state = (None if t is None else t.abs() for t in (of.bias, of.state))
         size = reference.preactivation(of.x.abs(), of.weight.abs(), bias, state, of.cu_seqlens)
-        error = self._gamma(width + 2) * size + self.tiny * width
+        error = self._placed(self._gamma(width + 2) * size + self.tiny * width, size)
         return reference.preactivation(*of), error
 
     def y(self, of: Inputs) -> Tensor:
@@ -105,9 +111,9 @@ class Bounds:
         near, sums = self._gamma(width + 2), self._gamma(self.chain + 2)
         kinds = (self.element, self.weight_type, self.bias_type, self.element)
         return reference.Gradients(*(
-            self._stored(e, moved + (sums if name in ("weight", "bias") else near) * size + self.tiny * (
+            self._stored(e, self._placed(moved + (sums if name in ("weight", "bias") else near) * size + self.tiny * (
                 self.chain if name in ("weight", "bias") else width
-            ) * (1 + size), kind)
+            ) * (1 + size), size), kind)
             for name, e, moved, size, kind in zip(reference.Gradients._fields, exact, errors, terms, kinds, strict=True)
         ))  # fmt: skip
 

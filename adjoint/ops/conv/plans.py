@@ -43,7 +43,10 @@ def chain_of(tokens: int) -> int:
     return stretch_of(tokens) + RUN_LEVELS + -(-stretches >> RUN_LEVELS)
 
 
-DOMAIN = "inputs whose products, and sums of those, stay below 2^126 (float64: 2^1022)"
+DOMAIN = (
+    "inputs whose products, and sums of their magnitudes, stay below 2^126 (float64: 2^1022), else the bound of what "
+    "they reach is infinite"
+)
 ORDER = "; its order is fixed by the number of tokens: other tokens in the batch change its bits"
 SPECIAL_VALUES = (
     "a NaN or an infinity at a token reaches the outputs of that token and of the W − 1 after it, in its own channel "
@@ -222,11 +225,15 @@ def _backward(convolution: Convolution) -> tuple[Candidate, Candidate]:
 _CONVOLUTIONS = {count: Convolution(count) for count in range(1, MAX_PARTS + 1)}
 _STEP = Convolution(is_step=True)
 
+
+def _in_place_guarantee(problem: Problem, on_kernels: bool) -> dict[str, Guarantee]:
+    """What a step promises that overwrites its states: y, and the states that it writes."""
+    stated = _STEP.forward_guarantee(problem, on_kernels)
+    return {"y": stated["y"], "state": stated["new_state"]}
+
+
 CONV = {count: _forward(convolution) for count, convolution in _CONVOLUTIONS.items()}
 CONV_BACKWARD = {count: _backward(convolution) for count, convolution in _CONVOLUTIONS.items()}
 STEP = _candidates("conv_step", "step:step", _STEP.forward_guarantee, eager.step)
-STEP_IN_PLACE = _candidates(
-    "conv_step", "step:step",
-    lambda problem, on_kernels: {"y": _STEP.forward_guarantee(problem, on_kernels)["y"]}, eager.step,
-)  # fmt: skip
+STEP_IN_PLACE = _candidates("conv_step", "step:step", _in_place_guarantee, eager.step)
 STEP_BACKWARD = _backward(_STEP)

@@ -10,7 +10,7 @@ larger by `floor`, ν/u, than it is: u times that is ν, and goes wherever the p
 import torch
 from torch import Tensor
 
-from adjoint.core.guarantee import spacing
+from adjoint.core.guarantee import overflow_threshold, spacing
 from adjoint.core.problem import Problem
 from adjoint.ops.norm import reference
 from adjoint.ops.norm.arguments import Arguments, Norm
@@ -33,6 +33,8 @@ class Bounds:
         self.arithmetic, self.element, self.weight = arithmetic, element, problem.dtypes[-1]
         # The exact results of float64 are themselves computed in float64.
         self.u = info.eps / 2 * (2 if element == torch.float64 else 1)
+        self.most = 2.0**1000 if arithmetic == torch.float64 else 2.0**100
+        self.overflow = overflow_threshold(element) if norm.residual else float("inf")
         self.u_residual = torch.finfo(element).eps / 2 * norm.residual
         self.levels, self.chain = levels, chain
         self.silu, self.slope = SILU[element.itemsize == 2] if norm.gate else (0, 0)
@@ -67,6 +69,22 @@ class Bounds:
         silu = reference.silu(gate)
         return silu, silu.abs() + self.tiny_silu
 
+    def _squares(self, x: Tensor) -> Tensor:
+        """What the root is of: the mean of squares and ε."""
+        return x.square().mean(-1, keepdim=True) + self.eps
+
+    def _placed(self, before: Tensor, of: Arguments, *sizes: Tensor) -> Tensor:
+        """The error, infinite in rows outside of the domain.
+
+        Their squares or terms may have no place in the arithmetic, or their sums with the residual none in their type.
+        """
+        squares = self._squares(of.x)
+        inside = (squares >= 1 / self.most) & (squares <= self.most)
+        inside &= ((1 + self.u) * of.x.abs() < self.overflow).all(-1, keepdim=True)
+        for size in sizes:
+            inside &= (size < self.most).all(-1, keepdim=True)
+        return torch.where(inside, before, torch.inf)
+
     def s(self, of: Arguments) -> Tensor:
         return self._stored(of.x, self.u * of.x.abs(), self.element)
 
@@ -75,19 +93,21 @@ class Bounds:
         exact = reference.rms_norm(of.x, of.weight, self.eps, self.offset) * silu
         relative = (self.levels / 2 + 8 + self.silu) * self.u + 2.01 * self.u_residual
         before = relative * ((z * w + self.floor) * size + self.floor) + 1.01 * self._rounding(z) * w * size
-        return self._stored(exact, before, self.element)
+        return self._stored(exact, self._placed(before, of, z * w * size), self.element)
 
     def dx(self, of: Arguments) -> Tensor:
         """Relative to r·(|d·w| + |z|·mean|d·w·z|)."""
         (r, z, w), (silu, size) = self._sizes(of), self._gate(of.gate)
         exact, _ = reference.rms_norm_backward(of.dy * silu, of.x, of.weight, self.eps, self.offset)
-        a = (of.dy.abs() * size + self.floor) * w + self.floor
+        u = of.dy.abs() * size + self.floor
+        a = u * w + self.floor
+        sums, along = ((a * factor).sum(-1, keepdim=True) for factor in (z, of.x.abs()))
         size = r * (a + z * ((a * z).mean(-1, keepdim=True) + (1 + r) * self.floor)) + self.floor
         relative = (3 * self.levels + 26 + 2 * self.silu) * self.u + 5.1 * self.u_residual
         before = relative * size
         if of.ds is not None:
             exact, before = exact + of.ds, before + self.u * (exact.abs() + of.ds.abs())
-        return self._stored(exact, before, self.element)
+        return self._stored(exact, self._placed(before, of, u, a, along, sums, sums * z, size), self.element)
 
     dresidual = dx
 
@@ -96,8 +116,9 @@ class Bounds:
         (r, z, _), (silu, size) = self._sizes(of), self._gate(of.gate)
         exact, size = of.dy * silu * (of.x * r), of.dy.abs() * size + self.floor
         relative = 1.01 * (self.chain + self.levels / 2 + 8 + self.silu) * self.u + 2.01 * self.u_residual
-        errors = relative * (size * z + self.floor) + 1.01 * size * self._rounding(z)
-        exact, before = (t.reshape(-1, of.x.shape[-1]).sum(0) for t in (exact, errors))
+        errors = self._placed(relative * (size * z + self.floor) + 1.01 * size * self._rounding(z), of, size)
+        exact, before, size = (t.reshape(-1, of.x.shape[-1]).sum(0) for t in (exact, errors, size * z))
+        before = torch.where(size < self.most, before, torch.inf)
         return self._stored(exact, before, self.weight)
 
     def dgate(self, of: Arguments) -> Tensor:
@@ -107,19 +128,25 @@ class Bounds:
         terms = torch.sigmoid(of.gate) * (1 + of.gate.abs() * torch.sigmoid(-of.gate)) + self.tiny_silu
         size = (dy * (z * w + self.floor) + w * self.floor) * terms + self.floor
         before = (self.levels / 2 + 10 + self.slope) * self.u * size + 1.01 * self._rounding(z) * dy * w * terms
-        return self._stored(exact, before, self.element)
+        return self._stored(exact, self._placed(before, of, z * w, dy * z * w * (1 + terms), dy), self.element)
 
 
 class L2Bounds(Bounds):
     """z and r are those of the root of the sum, and there is no weight."""
 
+    def _squares(self, x: Tensor) -> Tensor:
+        return x.square().sum(-1, keepdim=True) + self.eps
+
     def y(self, of: Arguments) -> Tensor:
         exact = reference.l2_norm(of.x, self.eps)
-        return self._stored(exact, (self.levels / 2 + 10) * self.u * (exact.abs() + self.floor), self.element)
+        before = (self.levels / 2 + 10) * self.u * (exact.abs() + self.floor)
+        return self._stored(exact, self._placed(before, of), self.element)
 
     def dx(self, of: Arguments) -> Tensor:
         """Relative to r·(|dy| + |y|·Σ|y·dy|)."""
         exact, y = reference.l2_norm_backward(of.dy, of.x, self.eps), reference.l2_norm(of.x, self.eps).abs()
         r, dy, y = 1 / torch.sqrt(of.x.square().sum(-1, keepdim=True) + self.eps), of.dy.abs(), y + self.floor
-        size = r * (dy + y * (y * dy + self.floor).sum(-1, keepdim=True)) + self.floor
-        return self._stored(exact, (3 * self.levels + 32) * self.u * size, self.element)
+        sums = (y * dy + self.floor).sum(-1, keepdim=True)
+        size = r * (dy + y * sums) + self.floor
+        before = self._placed((3 * self.levels + 32) * self.u * size, of, dy, sums, size)
+        return self._stored(exact, before, self.element)

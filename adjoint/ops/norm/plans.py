@@ -55,7 +55,8 @@ def chain_of(size: int, rows: int) -> int:
 
 DOMAIN = (
     "rows whose mean of squares plus ε (of l2_norm, sum of squares plus ε) and products with dy stay within 2^±100 "
-    "(float64: 2^±1000)"
+    "(float64: 2^±1000), with a residual those whose sums with it have a place in their type; else the bound of what "
+    "they reach is infinite"
 )
 _ROW = "a NaN in a row of x makes all of it NaN"
 _SPECIAL_ROW = f"{_ROW}; an infinity gives NaN where it stands and 0 elsewhere"

@@ -451,6 +451,9 @@ def test_in_place_is_the_step_out_of_place(dtype: torch.dtype, backend: str, dev
     expected = pool.clone()
     expected[4], expected[1] = rows[0], rows[2]
     assert torch.equal(own, expected)
+    options = {"state_indices": indices, "in_place": True, "preference": preference}
+    promises = adjoint.plan(adjoint.causal_conv1d_step, x, own, weight, **options).guarantee
+    assert set(promises) == {"y", "state"} and promises["state"].error.is_zero
 
 
 @every_backend

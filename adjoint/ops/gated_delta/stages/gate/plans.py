@@ -53,6 +53,14 @@ def _bound(name: str, kind: torch.dtype, computed: torch.dtype, additions: int) 
 
     For float64 the bound is doubled, because its reference rounds as much.
     """
+    most = torch.finfo(computed).max / 2
+
+    def placed(bound: Tensor, *sizes: Tensor) -> Tensor:
+        """A bound that is infinite outside of the domain, where numbers on the way have no place."""
+        for size in sizes:
+            bound = torch.where(size < most, bound, torch.inf)
+        return bound
+
     unit, lost = (U, TINY) if computed == torch.float32 else (2.0**-52, underflow(computed))
 
     def of_result(*inputs: Tensor) -> Tensor:
@@ -60,7 +68,7 @@ def _bound(name: str, kind: torch.dtype, computed: torch.dtype, additions: int) 
         if name == "beta":  # it depends only on b, whatever A_log is
             return stored(m.beta, m.beta * m.share_of_beta, kind, computed)
         exact = m.rate * m.softplus
-        return stored(exact, exact * m.share + m.rate * lost, kind, computed)
+        return placed(stored(exact, exact * m.share + m.rate * lost, kind, computed), m.rate, m.softplus, exact)
 
     def of_gradient(dg: Tensor, dbeta: Tensor, *inputs: Tensor) -> Tensor:
         m = _Gates(unit, *inputs)
@@ -72,17 +80,22 @@ def _bound(name: str, kind: torch.dtype, computed: torch.dtype, additions: int) 
         }[name]().abs()
         share = m.share_of_beta if name == "db" else m.share
         tiny = (dbeta.abs() if name == "db" else (1 + dg.abs()) * (1 + m.rate)) * lost
+        sizes = () if name == "db" else (m.rate, m.rate * m.softplus, dg.abs() * m.rate, exact)
         if name in ("da", "db"):
-            return stored(exact, exact * share + tiny, kind, computed)
+            return placed(stored(exact, exact * share + tiny, kind, computed), *sizes)
         columns = exact.shape[-1]
-        before = (exact * (share + additions * unit) + tiny).reshape(-1, columns).sum(0)
-        return stored(exact.reshape(-1, columns).sum(0), before, kind, computed)
+        before = placed(exact * (share + additions * unit) + tiny, *sizes).reshape(-1, columns).sum(0)
+        total = exact.reshape(-1, columns).sum(0)
+        return placed(stored(total, before, kind, computed), total)
 
     return of_gradient if name in _GRADIENT_NAMES else of_result
 
 
 _GRADIENT_NAMES = ("da", "db", "dA_log", "ddt_bias")
-_FINITE = "every finite input of which e^{A_log} and the results are finite"
+_FINITE = (
+    "every finite input of which e^{A_log}, its products and the sums of their magnitudes are below half of the "
+    "largest number; else the bound is infinite"
+)
 _ORDER = f"tokens in runs of {RUN}, by halves; runs {RUN} at a time likewise: the number of tokens alone decides"
 _SUM = "½ ulp + the error of its terms, and u·Σ|terms| for each of its additions"
 _FORMULAS = {

@@ -18,7 +18,10 @@ from adjoint.ops.norm.plans import L2_NORM, L2_NORM_BACKWARD
 MAX_SIZE = 1024
 """The longest vector that kernels normalise."""
 
-_DOMAIN = "vectors whose squares, and their products with dy, have sums that are finite in {}"
+_DOMAIN = (
+    "vectors whose squares, and their products with dy, have sums of magnitudes below half of the largest {}; else the "
+    "bound is infinite"
+)
 
 
 def _refuse(problem: Problem) -> str:
@@ -33,6 +36,15 @@ def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
     x = x.double()
     r = x.square().sum(-1, keepdim=True).add_(EPSILON).rsqrt_()
     return x * r, r
+
+
+def _placed(bound: Tensor, computed: torch.dtype, x: Tensor, dy: Tensor | None = None) -> Tensor:
+    """A bound that is infinite outside of the domain."""
+    y, r = _scaled(x)
+    sums = [x.square()] if dy is None else [x.square(), (dy * x).abs(), (y * dy).abs(), (r * dy).abs()]
+    most = torch.finfo(computed).max / 2
+    inside = torch.stack([terms.sum(-1, keepdim=True) < most for terms in sums]).all(0)
+    return torch.where(inside, bound, torch.inf)
 
 
 def _terms(dy: Tensor, x: Tensor, floor: float) -> Tensor:
@@ -50,11 +62,12 @@ def _guarantee(problem: Problem) -> dict[str, Guarantee]:
 
     def y_bound(x: Tensor) -> Tensor:
         exact = _scaled(x)[0].abs()
-        return stored(exact, steps * U * exact, kind)
+        return _placed(stored(exact, steps * U * exact, kind), torch.float32, x)
 
     def dx_bound(dy: Tensor, x: Tensor) -> Tensor:
         terms = _terms(dy, x, TINY / U)
-        return stored(terms, 3 * steps * U * terms + _scaled(x)[1] * TINY, kind)
+        bound = stored(terms, 3 * steps * U * terms + _scaled(x)[1] * TINY, kind)
+        return _placed(bound, torch.float32, x, dy)
 
     if problem.op.endswith("_backward"):
         words = "½ ulp + 3·c·u·Σ|terms|, c the halvings of a sum and 16"
@@ -69,12 +82,15 @@ def _eager_bound(problem: Problem, name: str, kinds: dict[str, torch.dtype]) -> 
 
     def y_bound(x: Tensor) -> Tensor:
         exact = _scaled(x)[0].abs()
-        return stored(exact, share * exact, kind, torch.float64)
+        return _placed(stored(exact, share * exact, kind, torch.float64), torch.float64, x)
 
     def dx_bound(dy: Tensor, x: Tensor) -> Tensor:
         y, r = _scaled(x)
         exact = (dy - y * (y * dy).sum(-1, keepdim=True)) * r
-        return stored(exact, 3 * share * _terms(dy, x, underflow(torch.float64) / share), kind, torch.float64)
+        terms = _terms(dy, x, underflow(torch.float64) / share)
+        # The reference multiplies by x what it has divided by a length three times, which may underflow.
+        before = 3 * share * terms + 2.0**-1072 * x.abs()
+        return _placed(stored(exact, before, kind, torch.float64), torch.float64, x, dy)
 
     words = "½ ulp + (n + 16)·u·|y|" if name == "y" else "½ ulp + 3·(n + 16)·u·Σ|terms|"
     return Derived(f"{words}, n the length of a vector, u = 2⁻⁵²", y_bound if name == "y" else dx_bound)
