@@ -237,6 +237,20 @@ def hidden_that_overflow(name: str, dtype: torch.dtype) -> Example:
     return (x, gate_up, torch.full((1, 2, 2), 2.0**-12, dtype=dtype), indices, weights), (x,)
 
 
+def pairs_that_overflow(name: str, dtype: torch.dtype) -> Example:
+    """Pairs whose products with cos and sin have no place, and whose sums do."""
+    q = torch.full((1, 2, 1, 8), 0.9 * torch.finfo(dtype).max, dtype=torch.float64).to(dtype)
+    table = torch.full((2, 3), 1.25, dtype=F64 if dtype == F64 else F32)
+    return (q, q, table, table), (q, q)
+
+
+def slopes_that_overflow(name: str, dtype: torch.dtype) -> Example:
+    """Gradients whose products with a slope above 1 have no place, and those with up do."""
+    gate = torch.full((2, 5), 2.4, dtype=dtype)
+    dy = torch.full((2, 5), 0.95 * torch.finfo(dtype).max, dtype=torch.float64).to(dtype)
+    return (gate, torch.full_like(gate, 0.5)), (dy,)
+
+
 SUMS = ("embedding", "embedding_bag[mean]", "take_along_axis", "moe.dispatch", "moe.combine", "cross_entropy")
 
 WIDE = (F32, BF16, F64)
@@ -263,6 +277,8 @@ EXAMPLES: list[tuple[Callable[[str, torch.dtype], Example], str, torch.dtype]] =
     *((make, "gated_delta_rule", F32) for make in (zero_strengths, subnormal_decayed_keys, subnormal_scores)),
     (capped_logits, "linear_cross_entropy[sum, smoothing, z_loss, softcap]", F32),
     *((hidden_that_overflow, "moe.experts", kind) for kind in (F32, BF16, F16)),
+    *((pairs_that_overflow, "rotary", kind) for kind in WIDE),
+    *((slopes_that_overflow, "swiglu", kind) for kind in (*WIDE, F16)),
     *((sums_that_overflow, name, kind) for name in SUMS for kind in (F32, BF16)),
 ]
 

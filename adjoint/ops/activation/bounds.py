@@ -83,6 +83,8 @@ class Bounds:
         info = torch.finfo(used.dtype)
         self.used, self.dtype = used, dtype
         self.unit, self.tiny, self.normal = info.eps / 2, info.smallest_normal * info.eps, info.smallest_normal
+        between = torch.finfo(dtype) if used.rounds_between else info
+        self.most = min(info.max, between.max) / 2  # of dy, whose product with a slope of up to 1.1 may not overflow
 
     def value(self, gate: Tensor, factor: Tensor | None) -> Tensor:
         """The bound of silu(gate)·factor. Every operation rounds once, and silu underflows for gates near 0."""
@@ -100,7 +102,8 @@ class Bounds:
         error = self._relative(self.used.slope, gate) * terms
         lost = self._lost(dy.abs(), _size(up), gate, torch.minimum(sigma, slope.abs() - error), terms)
         lost = self.tiny * lost + self._of_reference(gate, dy.abs(), _size(up))
-        return self._rounded(gate, dy * slope, error * dy.abs(), up, lost)
+        bound = self._rounded(gate, dy * slope, error * dy.abs(), up, lost)
+        return torch.where(dy.abs() <= self.most, bound, torch.inf) if self.used.by_torch else bound
 
     def _of_reference(self, gate: Tensor, first: Tensor | float, second: Tensor | float) -> Tensor | float:
         """The error of the reference itself, in float64, where its σ is subnormal: η·(2 + |gate|)·first·second.

@@ -2,7 +2,8 @@
 
 Before it is rounded, x₁·cos − x₂·sin has an error of at most u of each product and u of their sum, which is at most
 (2u + u²)·(|x₁·cos| + |x₂·sin|), with u half of the eps of the arithmetic's type. Two products may lose η, its smallest
-number, by underflow. Columns that are copied are exact.
+number, by underflow. Where a product passes the largest number, the bound is infinite. Columns that are copied are
+exact.
 """
 
 import torch
@@ -39,6 +40,7 @@ def _largest_error(x: Tensor, own: Tensor, other: Tensor, dtype: torch.dtype) ->
         error = 2 * error
     if dtype != arithmetic:
         error = error + spacing((own + other).abs() + error, dtype) / 2
+    error = torch.where(torch.maximum(own.abs(), other.abs()) < info.max, error, torch.inf)
     return torch.cat((error, torch.zeros_like(x[..., own.shape[-1] :])), -1)
 
 
