@@ -228,10 +228,10 @@ _UNITS = {kind: torch.ones((), dtype=kind, device="cpu") for kind in (torch.floa
 """Upstream gradients of 1."""
 
 NOTHING = {
-    kind: torch.empty(0, dtype=kind, device="cpu")
+    kind: tuple([torch.empty(0, dtype=kind, device="cpu") for _ in range(5)])
     for kind in (torch.float32, torch.float64, torch.bfloat16, torch.int32)
 }
-"""Outputs without elements, which all calls share."""
+"""Outputs without elements, which all calls share; no two of a call are the same."""
 
 # What follows runs once a call, and costs a small loss as much as its arithmetic: torch's functions are bound here.
 _losses_of, _slopes_of_losses = torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss_backward.default
@@ -309,17 +309,17 @@ def forward_plain(arguments: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
     plain = Plain.of(logarithms, target, loss)
     if plain is None:
         return None
-    value, nothing = plain.value_like(labels), NOTHING[rows.dtype]
+    value, (no_logs, no_sizes, no_count, no_slopes, _) = plain.value_like(labels), NOTHING[rows.dtype]
     if with_slopes:
-        slopes = nothing
+        slopes = no_slopes
         if keep:
             slopes = plain_slopes(
                 logarithms, target, plain.number, loss.ignore_index, reduction_of(loss), plain.is_whole
             )
             slopes = slopes if logits.dim() == 2 else slopes.view(logits.shape)
-        return value, nothing, NOTHING[torch.int32], nothing, nothing, slopes
+        return value, no_logs, NOTHING[torch.int32][0], no_sizes, no_count, slopes
     targets, sizes = plain_rows(rows, logarithms, target, plain, loss.ignore_index)
-    return value, nothing, targets, sizes, plain.kept_count, nothing
+    return value, no_logs, targets, sizes, plain.kept_count, no_slopes
 
 
 def _backward_plain(logits: Tensor, targets: Tensor, count: Tensor, loss: Loss) -> Tensor:
