@@ -10,15 +10,8 @@ from adjoint.core.layout import begins_as_allocated
 from adjoint.core.problem import wide_dtype
 from adjoint.ops.loss.arguments import LABEL_OUT_OF_RANGE, Loss
 from adjoint.ops.loss.eager import (
-    NOTHING,
-    Plain,
     cap,
-    is_plain,
     part,
-    plain_rows,
-    plain_slopes,
-    plain_targets,
-    reduction_of,
     row_blocks,
     row_results,
     row_slopes,
@@ -37,6 +30,7 @@ from adjoint.ops.loss.linear_cross_entropy.kept import (
     hidden_sums_dtype,
     needed_sums,
 )
+from adjoint.ops.loss.plain import NOTHING, Plain, is_plain, plain_rows, plain_slopes, plain_targets, reduction_of
 
 if TYPE_CHECKING:
     from adjoint.core.plan import Plan
