@@ -30,6 +30,17 @@ def conv(*arguments: Any, backend: str = "triton", **keywords: Any) -> Any:
     return adjoint.causal_conv1d(*arguments, **keywords, preference=Preference(backend=backend))
 
 
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("split", [None, (2, 4)])
+def test_autograd_sees_no_output_that_nobody_asks_for(asked: bool, split: tuple[int, ...] | None) -> None:
+    x, weight = leaves(torch.device("cpu"), normal(1, 5, 6), normal(6, 4, seed=1))
+    results = adjoint.causal_conv1d(x, weight, split=split, output_final_state=asked)
+    y = results[0] if isinstance(results, tuple) else results
+    assert len(y.grad_fn._input_metadata) == (1 if split is None else len(split)) + asked
+    (gradient,) = torch.autograd.grad(y.sum(), weight)  # the other outputs have no upstream gradient
+    assert bool(gradient.isfinite().all())
+
+
 # ------------------------------------------------------------------------------ a second formulation
 
 

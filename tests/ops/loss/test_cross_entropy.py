@@ -53,6 +53,15 @@ def test_torch_has_the_same_loss(backend: str, reduction: str, smoothing: float)
     assert not broken(adjoint.cross_entropy, (logits, labels), pairs, (upstream,), preference, **options)
 
 
+@pytest.mark.skipif(device_under_test().type != "cpu", reason="torch's calls are for few logits on the CPU")
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_plain_loss_of_few_logits_has_the_bits_of_torch_s(reduction: str) -> None:
+    logits, labels = _logits(64, 1000).float(), _labels(64, classes=1000)
+    eager_plan = Preference(backend="eager")
+    ours = adjoint.cross_entropy(logits, labels, reduction=reduction, preference=eager_plan)  # type: ignore[call-overload]
+    assert torch.equal(ours, F.cross_entropy(logits, labels, reduction=reduction))
+
+
 @every_backend
 def test_a_shift_is_that_of_each_sequence(backend: str) -> None:
     """As Hugging Face's models shift: logits without the last position, labels without the first."""

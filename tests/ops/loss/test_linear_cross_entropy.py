@@ -455,3 +455,16 @@ def test_products_of_our_own_have_an_item_s_bits_where_they_say_so(dtype: torch.
         preference = Preference(plan="triton.tiles")
         rows += bits.invariance(replace(subject, cases=few), dtype, device_under_test(), preference)
     assert rows and all(row.passed for row in rows), [row.detail for row in rows]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_no_two_outputs_of_few_logits_are_one_tensor(dtype: torch.dtype, reduction: str) -> None:
+    """Those without elements included, whatever is frozen: torch's compiler takes outputs for separate memory."""
+    hidden, weight, labels = torch.randn(4, 3).to(dtype), torch.randn(5, 3).to(dtype), torch.tensor([0, 4, 2, 2])
+    options = (-100, 0.0, 0.0, 0.0, reduction, False, False)
+    for frozen in range(8):
+        results = [*torch.ops.adjoint.linear_cross_entropy(hidden, weight, labels, None, *options, frozen, True, "")]
+        assert len({id(x) for x in results}) == len({x.untyped_storage()._cdata for x in results}) == len(results)
+    results = [*torch.ops.adjoint.cross_entropy(hidden, labels.clamp_max(2), *options, True, True, "")]
+    assert len({id(x) for x in results}) == len({x.untyped_storage()._cdata for x in results}) == len(results)

@@ -10,15 +10,8 @@ from adjoint.core.layout import begins_as_allocated
 from adjoint.core.problem import wide_dtype
 from adjoint.ops.loss.arguments import LABEL_OUT_OF_RANGE, Loss
 from adjoint.ops.loss.eager import (
-    NOTHING,
-    Plain,
     cap,
-    is_plain,
     part,
-    plain_rows,
-    plain_slopes,
-    plain_targets,
-    reduction_of,
     row_blocks,
     row_results,
     row_slopes,
@@ -34,8 +27,10 @@ from adjoint.ops.loss.linear_cross_entropy.kept import (
     NEED_HIDDEN,
     NEED_WEIGHT,
     divides_later,
+    hidden_sums_dtype,
     needed_sums,
 )
+from adjoint.ops.loss.plain import NOTHING, Plain, is_plain, plain_rows, plain_slopes, plain_targets, reduction_of
 
 if TYPE_CHECKING:
     from adjoint.core.plan import Plan
@@ -98,31 +93,27 @@ def _forward_plain(arguments: tuple[Any, ...], loss: Loss) -> tuple[Tensor, ...]
     plain = Plain.of(logarithms, target, loss)
     if plain is None:
         return None
+    no_logs, no_sizes, of_hidden, of_weight, of_bias = NOTHING[kind]
+    if element == torch.bfloat16:
+        of_hidden = NOTHING[element][0]
     if not loss.is_total:
         targets, sizes = plain_rows(logits, logarithms, target, plain, loss.ignore_index)
-        nothing = NOTHING[kind]
-        kept = NOTHING[torch.bfloat16] if element == torch.bfloat16 else nothing
-        return plain.value_like(labels), nothing, targets, sizes, plain.kept_count, kept, nothing, nothing
+        return plain.value_like(labels), no_logs, targets, sizes, plain.kept_count, of_hidden, of_weight, of_bias
     needed = needed_sums(loss, frozen, keep, bias is not None)
     slopes = logarithms  # not read, unless they are
     if needed:
         own = loss._replace(reduction="sum") if divides_later(element, loss) else loss
         of_loss = loss.ignore_index, reduction_of(own), plain.is_whole
         slopes = plain_slopes(logarithms, target, plain.number, *of_loss)
-    nothing = NOTHING[kind]
-    of_hidden = torch.mm(slopes, weight) if needed & NEED_HIDDEN else nothing
-    if element == torch.bfloat16:
-        of_hidden = of_hidden.to(element)
-    return (
-        plain.value,
-        nothing,
-        NOTHING[torch.int32],
-        nothing,
-        plain.kept_count,
-        of_hidden if hidden.dim() == 2 or not needed & NEED_HIDDEN else of_hidden.view(hidden.shape),
-        torch.mm(slopes.T, rows) if needed & NEED_WEIGHT else nothing,
-        slopes.sum(0) if needed & NEED_BIAS else nothing,
-    )
+    if needed & NEED_HIDDEN:
+        of_hidden = torch.mm(slopes, weight).to(hidden_sums_dtype(element))
+        of_hidden = of_hidden if hidden.dim() == 2 else of_hidden.view(hidden.shape)
+    if needed & NEED_WEIGHT:
+        of_weight = torch.mm(slopes.T, rows)
+    if needed & NEED_BIAS:
+        of_bias = slopes.sum(0)
+    no_targets = NOTHING[torch.int32][0]
+    return plain.value, no_logs, no_targets, no_sizes, plain.kept_count, of_hidden, of_weight, of_bias
 
 
 def forward(plan: "Plan", arguments: tuple[Any, ...], outputs: tuple[Tensor, ...], _: Tensor | None) -> None:
