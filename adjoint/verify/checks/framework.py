@@ -19,7 +19,7 @@ from adjoint.core.op.operator import forget
 from adjoint.core.plan import Plan, select
 from adjoint.core.preference import Preference, resolve
 from adjoint.verify.checks.bits import same_bits
-from adjoint.verify.run import Evaluation, Row, as_tuple, directions_of, evaluate, generator, gradients_of
+from adjoint.verify.run import Evaluation, Row, as_tuple, directions_of, evaluate, generator, gradients_of, naming
 
 SIZES = tuple(range(1, 51))
 FEWER_SIZES = (1, 2, 5, 16, 33)
@@ -34,9 +34,10 @@ def first_of_each_plan(
     """The first case of each plan, and of each set of kernels that a plan launches."""
     by_plan: dict[tuple[object, ...], Case] = {}
     for case in subject.cases:
-        with Undrawn():
-            call = subject.bind(case.make(dtype, torch.device("cpu"), generator()))
-        plans = [select(operator, problem, resolve(preference)) for operator, problem in call.problems(device)]
+        with naming(case):
+            with Undrawn():
+                call = subject.bind(case.make(dtype, torch.device("cpu"), generator()))
+            plans = [select(operator, problem, resolve(preference)) for operator, problem in call.problems(device)]
         by_plan.setdefault(tuple((plan.name, _kernels_of(plan)) for plan in plans), case)
     return list(by_plan.values())
 

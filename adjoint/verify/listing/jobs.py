@@ -37,7 +37,8 @@ class Job:
         try:
             return self.body()
         except Exception as error:
-            return [self.failure("raised", f"{type(error).__name__}: {error}")]
+            notes = "".join(f"{note}: " for note in getattr(error, "__notes__", ()))
+            return [self.failure("raised", f"{notes}{type(error).__name__}: {error}")]
 
     def failure(self, measured: str, detail: str) -> Row:
         """The row of a job that ended without a verdict."""
