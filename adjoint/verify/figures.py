@@ -272,10 +272,7 @@ def errors_of(due: Mapping[Place, Mapping[str, int]], draw: Draw) -> Errors:
     for place, seeds in due.items():
         of_seeds = [draw(place.case, seed) for seed in range(max(seeds.values()))]
         errors[place] = {
-            output: Error(
-                math.sqrt(sum(one[output].error ** 2 for one in of_seeds[:count]) / count), of_seeds[0][output].roundoff
-            )
-            for output, count in seeds.items()
+            output: _root_mean_square([one[output] for one in of_seeds[:count]]) for output, count in seeds.items()
         }
     return errors
 
