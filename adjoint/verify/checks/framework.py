@@ -12,14 +12,14 @@ from torch.utils.checkpoint import checkpoint
 from adjoint.contract import directions
 from adjoint.contract.cases import Case, Subject
 from adjoint.contract.inputs import Inputs, each
-from adjoint.contract.undrawn import Undrawn
+from adjoint.contract.undrawn import undrawn
 from adjoint.core import kernels
 from adjoint.core.errors import Unsupported
 from adjoint.core.op.operator import forget
 from adjoint.core.plan import Plan, select
 from adjoint.core.preference import Preference, resolve
 from adjoint.verify.checks.bits import same_bits
-from adjoint.verify.run import Evaluation, Row, as_tuple, directions_of, evaluate, generator, gradients_of, naming
+from adjoint.verify.run import Evaluation, Row, as_tuple, directions_of, evaluate, gradients_of, naming
 
 SIZES = tuple(range(1, 51))
 FEWER_SIZES = (1, 2, 5, 16, 33)
@@ -37,8 +37,7 @@ def first_of_each_plan(
     by_plan: dict[tuple[object, ...], Case] = {}
     for case in subject.cases:
         with naming(case):
-            with Undrawn():
-                call = subject.bind(case.make(dtype, torch.device("cpu"), generator()))
+            call = subject.bind(undrawn(case, dtype))
             plans = [select(operator, problem, resolve(preference)) for operator, problem in call.problems(device)]
         by_plan.setdefault(tuple((plan.name, _kernels_of(plan)) for plan in plans), case)
     return list(by_plan.values())
