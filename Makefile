@@ -1,4 +1,4 @@
-# make demo      create .venv, install, train a small model for two minutes: `adjoint train`
+# make demo      create .venv, install, train a small model in a minute or two: `adjoint train`
 # make verify    the same set-up, then check every promise here: `adjoint verify`
 # make test      the same set-up, then lint, types and tests (no GPU needed)
 # make test-all  the long one: every case, every build target

@@ -53,7 +53,11 @@ def python(
         if not select.select([server.stdout], [], [], timeout)[0]:
             _end(server)
             raise subprocess.TimeoutExpired(arguments, timeout)
-        status = int(server.stdout.readline())
+        answer = server.stdout.readline()
+        if not answer:
+            _end(server)
+            raise RuntimeError("the process that forks has ended; what it wrote to stderr says why")
+        status = int(answer)
         out, errors = ((Path(folder) / name).read_text(encoding="utf-8") for name in ("out", "errors"))
     return subprocess.CompletedProcess([sys.executable, *arguments], status, out, errors)
 

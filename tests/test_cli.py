@@ -208,6 +208,7 @@ def test_plan_passes_the_preference_on() -> None:
         (("silu", "--shape", "up=4"), ("silu has no tensor 'up'", "x")),
         (("silu", "--shape", "4", "--set", "reuse_inputs"), ("'reuse_inputs'", "NAME=VALUE")),
         (("silu", "--shape", "4", "--set", "reuse_inputs=yes"), ("reuse_inputs", "True or False", "'yes'")),
+        (("moe.route", "--shape", "4x8"), ("moe.route takes k", "--set k=VALUE")),
         (("embedding", "--shape", "9"), ("embedding takes ids, weight, [accumulate_into=]", "weight has no shape")),
         (("embedding", "--shape", "9", "--shape", "5x4", "--shape", "5x4"), ("[accumulate_into=]", "3 shapes")),
         (("embedding", "--shape", "9:float32", "--shape", "5x4"), ("ids must be int32 or int64", "float32")),

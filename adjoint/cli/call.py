@@ -54,6 +54,9 @@ def read_call(
     function, keywords = _function(op)
     keywords |= _settings(op, function, settings)
     arguments = tensor_arguments(function)
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.default is parameter.empty and name not in arguments and name not in keywords:
+            raise ArgumentError(f"{op} takes {name}, which has no default; write --set {name}=VALUE")
     alone = len(shapes) == 1 and "=" not in shapes[0]
     if alone and not any(argument.integer for argument in arguments.values()):
         shapes = list(shapes) * _count_tensors(function, keywords, arguments)

@@ -13,7 +13,7 @@ from adjoint.train.command import as_command
 
 @as_command
 def train(**values: Any) -> None:
-    """Train a hybrid model: by default a small one, on the Python standard library's source, in two CPU minutes."""
+    """Train a hybrid model: by default a small one, on the Python standard library's source, in a minute or two."""
     import adjoint
     from adjoint.train.command import run
     from adjoint.train.stops import STOPS, Interrupted

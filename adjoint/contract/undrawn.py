@@ -7,6 +7,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from adjoint.contract.cases import Case, Inputs
+
+
+def undrawn(case: Case, dtype: torch.dtype) -> Inputs:
+    """The inputs of a case on the CPU, for choosing plans and counting numbers: none of them is drawn."""
+    with Undrawn():
+        return case.make(dtype, torch.device("cpu"), torch.Generator().manual_seed(0))
+
 
 class Undrawn(TorchFunctionMode):
     """In a block, `torch.randn` gives a constant."""

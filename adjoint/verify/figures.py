@@ -22,14 +22,14 @@ import torch
 
 from adjoint.bench.environment import slug
 from adjoint.contract.cases import Case, Subject
-from adjoint.contract.undrawn import Undrawn
+from adjoint.contract.undrawn import undrawn
 from adjoint.core.errors import Unsupported
 from adjoint.core.guarantee import Derived, Guarantee
 from adjoint.core.layout import to_meta
 from adjoint.core.plan import select
 from adjoint.core.preference import Preference, resolve
 from adjoint.core.problem import short
-from adjoint.verify.run import Comparison, Evaluation, compare, evaluate, generator
+from adjoint.verify.run import Comparison, Evaluation, compare, evaluate
 
 FOLDER = Path(__file__).with_name("recorded")
 
@@ -241,8 +241,7 @@ def due_of(
     """The cases and outputs that have figures on a machine, each with its number of seeds; nothing is computed."""
     sizes: dict[Place, dict[str, int]] = {}
     for case in subject.cases:
-        with Undrawn():
-            inputs = case.make(dtype, torch.device("cpu"), generator())
+        inputs = undrawn(case, dtype)
         call = subject.bind(inputs)
         outputs = call.operator.allocate(*map(to_meta, call.arguments))[: call.public_outputs]
         forward = {name: x for name, x in zip(call.operator.outputs, outputs, strict=False) if x.is_floating_point()}
@@ -272,10 +271,7 @@ def errors_of(due: Mapping[Place, Mapping[str, int]], draw: Draw) -> Errors:
     for place, seeds in due.items():
         of_seeds = [draw(place.case, seed) for seed in range(max(seeds.values()))]
         errors[place] = {
-            output: Error(
-                math.sqrt(sum(one[output].error ** 2 for one in of_seeds[:count]) / count), of_seeds[0][output].roundoff
-            )
-            for output, count in seeds.items()
+            output: _root_mean_square([one[output] for one in of_seeds[:count]]) for output, count in seeds.items()
         }
     return errors
 

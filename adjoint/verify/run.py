@@ -1,6 +1,7 @@
 """Running a subject: one evaluation with its gradients, its comparison with the reference, and a verdict."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -138,10 +139,21 @@ class Forward:
 def evaluate(
     subject: Subject, case: Case, dtype: torch.dtype, device: torch.device, preference: Preference, seed: int = 0
 ) -> Evaluation:
-    """Evaluates a subject on a case."""
+    """Evaluates a subject on a case. An error says which case it was."""
     source = generator(seed)
-    forward = Forward(subject, case.make(dtype, device, source), preference)
-    return forward.backward(tuple(case.upstream(output, source) for output in forward.outputs))
+    with naming(case):
+        forward = Forward(subject, case.make(dtype, device, source), preference)
+        return forward.backward(tuple(case.upstream(output, source) for output in forward.outputs))
+
+
+@contextmanager
+def naming(case: Case) -> Iterator[None]:
+    """Notes the name of a case on an error in a block."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"case {case.name!r}")
+        raise
 
 
 def plan_of(subject: Subject, inputs: Inputs, preference: Preference) -> Plan:

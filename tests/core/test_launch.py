@@ -20,7 +20,7 @@ from adjoint.core.kernels import (
 )
 from adjoint.core.launch import Setup, is_aligned, setups
 from adjoint.core.problem import Problem
-from tests.constants import unexplained
+from tests.core.constants import unexplained
 
 
 @kernel(budget=Budget(registers=64), numeric=("CHUNK", "precision"), schedule=("BLOCK",))

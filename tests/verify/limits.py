@@ -14,7 +14,7 @@ import torch
 
 from adjoint.contract.cases import Case, Inputs, Subject
 from adjoint.contract.inputs import widened
-from adjoint.contract.undrawn import Undrawn
+from adjoint.contract.undrawn import undrawn
 from adjoint.core.guarantee import Derived, Empirical, ErrorStatement, Guarantee
 from adjoint.core.kernels import targets
 from adjoint.core.op.operator import forget
@@ -70,8 +70,7 @@ def limits() -> Limits:
 
 def _has_all(subject: Subject, dtype: torch.dtype, known: dict[str, dict[str, dict[str, float]]]) -> bool:
     """Whether every plan of both directions has limits: then no other case is made, which for heavy ones takes long."""
-    with Undrawn():
-        inputs = subject.cases[0].make(dtype, torch.device("cpu"), generator())
+    inputs = undrawn(subject.cases[0], dtype)
     call = subject.bind(inputs)
     firsts = (call.operator.outputs[0], subject.gradients(inputs)[0])
     return all(
@@ -85,8 +84,7 @@ def _by_size(subject: Subject, dtype: torch.dtype) -> list[Case]:
     """The cases that a CPU is asked for, those of the most numbers first, and none that is empty."""
 
     def elements(case: Case) -> int:
-        with Undrawn():
-            inputs = case.make(dtype, torch.device("cpu"), generator())
+        inputs = undrawn(case, dtype)
         sizes = [x.numel() for x in inputs if x is not None]
         return sum(sizes) if all(sizes) else 0
 
@@ -122,8 +120,7 @@ def _fresh(
     subject: Subject, case: Case, dtype: torch.dtype, known: dict[str, dict[str, dict[str, float]]]
 ) -> tuple[dict[str, dict[str, Guarantee]], dict[str, dict[str, Guarantee]]]:
     """Of each direction: the promises of the plans that take a case on a CPU or a GPU, and have no limit yet."""
-    with Undrawn():
-        inputs = case.make(dtype, torch.device("cpu"), generator())
+    inputs = undrawn(case, dtype)
     call = subject.bind(inputs)
     firsts = (call.operator.outputs[0], subject.gradients(inputs)[0])
     found: tuple[dict[str, dict[str, Guarantee]], dict[str, dict[str, Guarantee]]] = {}, {}

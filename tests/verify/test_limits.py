@@ -21,7 +21,8 @@ def now() -> limits.Limits:
 
 def test_no_promise_is_looser_or_tighter_than_it_was(now: limits.Limits) -> None:
     """`python -m tests.verify.limits` writes them anew; a looser one is a promise broken, and needs its reason."""
-    assert not limits.changed(limits.load(), now)
+    changed = limits.changed(limits.load(), now)
+    assert not changed, f"before and now; `python -m tests.verify.limits` writes limits.json anew: {changed}"
 
 
 def test_every_plan_has_limits(now: limits.Limits) -> None:

@@ -5,7 +5,6 @@ With unit u of the arithmetic and W taps, z has an error of at most E = γ(W + 2
 |silu'| ≤ 1.1 and |silu''| ≤ ½ carry E on to y and dz.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -116,10 +115,6 @@ class Bounds:
             ) * (1 + size), size), kind)
             for name, e, moved, size, kind in zip(reference.Gradients._fields, exact, errors, terms, kinds, strict=True)
         ))  # fmt: skip
-
-
-Read = Callable[..., tuple[Inputs, tuple[Tensor | None, ...]]]
-"""Takes what a reference takes apart: the inputs, and before them the upstream gradients."""
 
 
 def words(name: str, arithmetic: torch.dtype) -> str:

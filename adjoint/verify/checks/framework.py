@@ -12,20 +12,22 @@ from torch.utils.checkpoint import checkpoint
 from adjoint.contract import directions
 from adjoint.contract.cases import Case, Subject
 from adjoint.contract.inputs import Inputs, each
-from adjoint.contract.undrawn import Undrawn
+from adjoint.contract.undrawn import undrawn
 from adjoint.core import kernels
 from adjoint.core.errors import Unsupported
 from adjoint.core.op.operator import forget
 from adjoint.core.plan import Plan, select
 from adjoint.core.preference import Preference, resolve
 from adjoint.verify.checks.bits import same_bits
-from adjoint.verify.run import Evaluation, Row, as_tuple, directions_of, evaluate, generator, gradients_of
+from adjoint.verify.run import Evaluation, Row, as_tuple, directions_of, evaluate, gradients_of, naming
 
 SIZES = tuple(range(1, 51))
 FEWER_SIZES = (1, 2, 5, 16, 33)
 """The sizes for the interpreter, where each one costs seconds."""
 DYNAMIC_SHAPES = (False, True)
 """Both values of torch.compile's `dynamic`."""
+OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+"""The parts of `torch.library.opcheck`: all of them."""
 
 
 def first_of_each_plan(
@@ -34,9 +36,9 @@ def first_of_each_plan(
     """The first case of each plan, and of each set of kernels that a plan launches."""
     by_plan: dict[tuple[object, ...], Case] = {}
     for case in subject.cases:
-        with Undrawn():
-            call = subject.bind(case.make(dtype, torch.device("cpu"), generator()))
-        plans = [select(operator, problem, resolve(preference)) for operator, problem in call.problems(device)]
+        with naming(case):
+            call = subject.bind(undrawn(case, dtype))
+            plans = [select(operator, problem, resolve(preference)) for operator, problem in call.problems(device)]
         by_plan.setdefault(tuple((plan.name, _kernels_of(plan)) for plan in plans), case)
     return list(by_plan.values())
 
@@ -72,7 +74,7 @@ def _registered(base: Evaluation, dtype: torch.dtype) -> Row:
     for direction in directions_of(base).both:
         operator = direction.plan.operator
         try:
-            torch.library.opcheck(operator.call, (*direction.arguments, base.preference.text))
+            torch.library.opcheck(operator.call, (*direction.arguments, base.preference.text), test_utils=OPCHECKS)
         except Exception as error:
             wrong.append(f"{operator.name}: {error}")
     return base.row("opcheck", dtype, "registered right", wrong=wrong)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from adjoint.contract.cases import Case, Subject
+from adjoint.contract.undrawn import undrawn
 from adjoint.core.guarantee import Guarantee
 from adjoint.core.kernels import why_not_triton
 from adjoint.core.layout import to_meta
@@ -20,7 +21,6 @@ from adjoint.verify.checks.bits import eager_twin
 from adjoint.verify.checks.forms import call_of
 from adjoint.verify.figures import Place, due_of, is_on_kernels
 from adjoint.verify.listing.jobs import Job, available_backends, named_plans, served_backends, subjects
-from adjoint.verify.run import generator
 
 PROMISES = (
     "repeatable",
@@ -69,7 +69,7 @@ def made(device: torch.device | str, ops: Sequence[str] | None = None) -> set[Pr
     promises: set[Promise] = set()
     for subject in subjects(ops):
         for dtype, case in product(subject.dtypes, _cases(subject, device)):
-            inputs = case.make(dtype, torch.device("cpu"), generator())
+            inputs = undrawn(case, dtype)
             forms = (form for form in subject.forms if form.takes(inputs))
             calls = [subject.bind(inputs), *(call_of(form, subject, inputs) for form in forms)]
             for operator, problem in (each for call in calls for each in call.problems(device)):
@@ -111,7 +111,7 @@ def implied(jobs: Iterable[Job], device: torch.device | str) -> dict[Promise, Pr
     for job in (job for job in jobs if job.check == "forms"):
         subject, dtype, _, preference = job.body.args  # type: ignore[attr-defined]
         for case, form in product(_cases(subject, device), subject.forms):
-            inputs = case.make(dtype, torch.device("cpu"), generator())
+            inputs = undrawn(case, dtype)
             if not form.takes(inputs):
                 continue
             plain, other = (
@@ -180,7 +180,7 @@ def _directions(
     subject: Subject, case: Case, dtype: torch.dtype, preference: Preference, device: torch.device
 ) -> list[_Direction]:
     """The plans of both directions, with the promises of the outputs that checks see."""
-    inputs = case.make(dtype, torch.device("cpu"), generator())
+    inputs = undrawn(case, dtype)
     call = subject.bind(inputs)
     text = resolve(preference)
     outputs = call.operator.allocate(*map(to_meta, call.arguments))[: call.public_outputs]

@@ -14,7 +14,7 @@ import torch
 
 from adjoint.contract.cases import Subject
 from adjoint.contract.inputs import Inputs
-from adjoint.contract.undrawn import Undrawn
+from adjoint.contract.undrawn import undrawn
 from adjoint.core.errors import Unsupported
 from adjoint.core.plan import Plan, select
 from adjoint.core.preference import Preference, resolve
@@ -23,7 +23,7 @@ from adjoint.verify.checks.digests import digests
 from adjoint.verify.checks.forms import call_of, forms
 from adjoint.verify.listing.coverage import PROMISES, Promise
 from adjoint.verify.listing.jobs import Job, bad_calls, job_of, named_plans, on_device, served_backends, subjects
-from adjoint.verify.run import Row, generator
+from adjoint.verify.run import Row
 
 ENOUGH = 2**14
 """A number of elements that is enough for several tiles and few enough for every check. Of the cases with no more
@@ -142,8 +142,7 @@ def _options(subject: Subject, device: torch.device) -> list[_Option]:
         for case in subject.cases:
             if case.name in large and dtype != default:  # one dtype is enough for what only large cases show
                 continue
-            with Undrawn():
-                inputs = case.make(dtype, CPU, generator())
+            inputs = undrawn(case, dtype)
             sizes = [tensor.numel() for tensor in inputs if tensor is not None]
             if not all(sizes):
                 continue

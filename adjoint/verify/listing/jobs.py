@@ -9,7 +9,7 @@ import torch
 
 from adjoint.contract.bad_calls import shared
 from adjoint.contract.cases import BadCall, Case, Subject
-from adjoint.contract.undrawn import Undrawn
+from adjoint.contract.undrawn import undrawn
 from adjoint.core.errors import ArgumentError, Unsupported
 from adjoint.core.kernels import why_not_on, why_not_triton
 from adjoint.core.plan import Call, select
@@ -19,7 +19,7 @@ from adjoint.ops import FAMILIES, cases
 from adjoint.ops.names import path_of, unknown_op
 from adjoint.verify.checks import bits, framework, numerics
 from adjoint.verify.checks.forms import forms
-from adjoint.verify.run import Row, generator
+from adjoint.verify.run import Row
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Job:
         try:
             return self.body()
         except Exception as error:
-            return [self.failure("raised", f"{type(error).__name__}: {error}")]
+            notes = "".join(f"{note}: " for note in getattr(error, "__notes__", ()))
+            return [self.failure("raised", f"{notes}{type(error).__name__}: {error}")]
 
     def failure(self, measured: str, detail: str) -> Row:
         """The row of a job that ended without a verdict."""
@@ -102,8 +103,7 @@ def named_plans(subject: Subject, device: torch.device) -> list[str]:
 
 def _undrawn_call(subject: Subject, case: Case, dtype: torch.dtype) -> Call:
     """The call of a case, for choosing plans: nothing is drawn."""
-    with Undrawn():
-        return subject.bind(case.make(dtype, torch.device("cpu"), generator()))
+    return subject.bind(undrawn(case, dtype))
 
 
 def _is_first(subject: Subject, name: str, device: torch.device) -> bool:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from adjoint.contract.cases import Answers, BadCall, Inputs, Special, Subject
+from adjoint.contract.cases import Answers, BadCall, Case, Inputs, Special, Subject
 from adjoint.contract.directions import Bound
 from adjoint.contract.forms import Outcome, reuse_inputs
 from adjoint.core import kernels
@@ -26,7 +26,7 @@ from adjoint.ops.activation.silu.cases import SILU
 from adjoint.verify import Job, Row
 from adjoint.verify.checks import bits, framework, numerics
 from adjoint.verify.checks.forms import forms
-from adjoint.verify.listing.jobs import _bad_call
+from adjoint.verify.listing.jobs import _bad_call, job_of
 from adjoint.verify.run import Evaluation
 from tests.lookup import FORWARD, LOOKUP, lookup_op, reference, reference_backward
 
@@ -430,6 +430,16 @@ def test_another_stream_with_other_bits_is_noticed(pretended_gpu: SimpleNamespac
     assert right.passed, right.detail
     (row,) = framework.streams(changed_if(lambda: pretended_gpu.on_side), torch.float32, CPU, EAGER)
     assert not row.passed and "a side stream gave other bits" in row.detail
+
+
+@pytest.mark.parametrize("check", [numerics.accuracy, framework.registration])
+def test_a_case_that_raises_is_named(check: Any) -> None:
+    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
+        return (torch.zeros(2, dtype=torch.int64, device=device),)
+
+    subject = replace(SILU, cases=(*SILU.cases[:1], Case("of whole numbers", make)))
+    (row,) = job_of(subject, "accuracy", torch.float32, CPU, EAGER, check).run()
+    assert not row.passed and row.detail.startswith("case 'of whole numbers': ArgumentError: silu: x"), row.detail
 
 
 # ------------------------------------------------------------------------------------------------- bad calls

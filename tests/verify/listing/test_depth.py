@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from adjoint.contract.undrawn import Undrawn
+from adjoint.contract.undrawn import Undrawn, undrawn
 from adjoint.core import kernels
 from adjoint.core.plan import Plan, select
 from adjoint.core.preference import resolve
@@ -48,7 +48,7 @@ def test_every_promise_of_kernels_is_held_at_some_stop() -> None:
 def _plans(stop: depth.Stop, device: torch.device) -> list[Plan]:
     (subject,) = (subject for subject in subjects() if subject.name == stop.subject)
     (case,) = (case for case in subject.cases if case.name == stop.case)
-    call = subject.bind(case.make(stop.dtype, CPU, generator()))
+    call = subject.bind(undrawn(case, stop.dtype))
     return [select(operator, problem, resolve(stop.preference)) for operator, problem in call.problems(device)]
 
 
@@ -62,7 +62,7 @@ def test_hopper_plans_run_at_sizes_where_they_are_chosen(hopper: torch.device) -
         launch.kernel.name
         for subject in subjects([RULE])
         for case in subject.cases
-        for operator, problem in subject.bind(case.make(torch.bfloat16, CPU, generator())).problems(hopper)
+        for operator, problem in subject.bind(undrawn(case, torch.bfloat16)).problems(hopper)
         for launch in select(operator, problem, "backend=triton").launches
     }
     ran = {launch.kernel.name for stop in chosen for plan in _plans(stop, hopper) for launch in plan.launches}
@@ -75,7 +75,7 @@ def test_cases_that_cost_little_come_first() -> None:
     (stop, *_) = depth.stops(["take_along_axis"], CPU)
     (subject,) = (s for s in subjects(["take_along_axis"]) if s.name == "take_along_axis")
     sizes = {
-        case.name: sum(x.numel() for x in case.make(stop.dtype, CPU, generator()) if x is not None)
+        case.name: sum(x.numel() for x in undrawn(case, stop.dtype) if x is not None)
         for case in subject.cases
         if not case.heavy
     }
@@ -95,11 +95,11 @@ def test_a_digest_tells_bits_shapes_and_dtypes_apart() -> None:
 
 
 def test_inputs_that_are_not_drawn_have_the_sizes_of_those_that_are() -> None:
-    for subject in subjects(["gated_delta_rule", "moe.route", "take_along_axis"]):
+    for subject in subjects():
+        dtype = subject.dtypes[-1]
         for case in (case for case in subject.cases if not case.heavy):
-            drawn = case.make(torch.bfloat16, CPU, generator())
-            with Undrawn():
-                constant = case.make(torch.bfloat16, CPU, generator())
+            drawn = case.make(dtype, CPU, generator())
+            constant = undrawn(case, dtype)
             facts = [
                 [None if x is None else (x.shape, x.dtype, x.stride()) for x in both] for both in (drawn, constant)
             ]

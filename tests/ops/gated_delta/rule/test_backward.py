@@ -15,7 +15,7 @@ from adjoint.ops.gated_delta import reference
 from adjoint.ops.gated_delta.arguments import NEED_STATE
 from adjoint.ops.gated_delta.rule import _rule, guarantee, plans
 from adjoint.ops.gated_delta.values import nearly_equal, orthogonal, tokens
-from tests.ops.gated_delta.rule.promised import assert_gradients_are_as_promised
+from tests.ops.gated_delta.rule.bound.promised import assert_gradients_are_as_promised
 
 FORWARD, BACKWARD = _rule.forward, _rule.forms[""].operator
 KERNELS = Preference(plan="triton.chunked").text

@@ -13,7 +13,7 @@ from adjoint.contract.inputs import Inputs
 from adjoint.ops.gated_delta import packing
 from adjoint.ops.gated_delta.rule import plans
 from adjoint.ops.gated_delta.rule import shape as rule_shape
-from tests.ops.gated_delta.rule.promised import assert_gradients_are_as_promised
+from tests.ops.gated_delta.rule.bound.promised import assert_gradients_are_as_promised
 from tests.ops.gated_delta.rule.test_backward import (
     FORWARD,
     KERNELS,

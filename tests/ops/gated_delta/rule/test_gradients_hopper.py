@@ -12,7 +12,7 @@ from adjoint.core.kernels import triton_missing
 from adjoint.core.launch import Setup, set_up
 from adjoint.core.problem import Problem
 from adjoint.ops.gated_delta.rule import plans
-from tests.ops.gated_delta.rule.promised import assert_gradients_are_as_promised
+from tests.ops.gated_delta.rule.bound.promised import assert_gradients_are_as_promised
 from tests.ops.gated_delta.rule.test_backward import BACKWARD, FORWARD, drawn, exact, inside_the_ceiling, upstream_of
 
 FUSED = Preference(plan="gluon.fused").text

@@ -19,8 +19,8 @@ from adjoint.ops.gated_delta.rule import guarantee, plans
 from adjoint.ops.gated_delta.rule import shape as rule_shape
 from adjoint.ops.gated_delta.rule.shape import is_readable, pad_to_16, token_rows
 from adjoint.ops.gated_delta.values import nearly_equal, orthogonal, tokens
+from tests.ops.gated_delta.rule.bound.promised import FORWARD, OUTPUTS, arguments_of, guarantees_of
 from tests.ops.gated_delta.rule.kernels import CHUNKED, Kernels
-from tests.ops.gated_delta.rule.promised import FORWARD, OUTPUTS, arguments_of, guarantees_of
 
 KERNELS = Preference(plan="triton.chunked")
 

@@ -18,7 +18,7 @@ import pytest
 from adjoint.core import kernels
 from adjoint.core.kernels import TARGETS, TUNED, Variant
 from adjoint.ops import builds
-from tests.build_kernels import axes, cover, listed
+from tests.builds.build_kernels import axes, cover, listed
 
 SCRIPT = Path(__file__).with_name("build_kernels.py")
 SHARDS = 4

@@ -15,8 +15,8 @@ from adjoint.ops.gated_delta.promises import BACKWARD as BACKWARD_CEILING
 from adjoint.ops.gated_delta.promises import FORWARD as FORWARD_CEILING
 from adjoint.ops.gated_delta.rule import bound, guarantee
 from adjoint.ops.gated_delta.values import gradients, nearly_equal, tokens, unit_vectors
-from tests.ops.gated_delta.rule.climbing import RESULTS, Problems, climb, drawn, smaller
-from tests.ops.gated_delta.rule.promised import (
+from tests.ops.gated_delta.rule.bound.climbing import RESULTS, Problems, climb, drawn, smaller
+from tests.ops.gated_delta.rule.bound.promised import (
     BACKWARD,
     FORWARD,
     arguments_of,
@@ -25,7 +25,7 @@ from tests.ops.gated_delta.rule.promised import (
     guarantees_of,
     shares,
 )
-from tests.ops.gated_delta.rule.simulated import Rule
+from tests.ops.gated_delta.rule.bound.simulated import Rule
 
 CPU = torch.device("cpu")
 EAGER, PORTABLE, HOPPER = "eager.chunked", "triton.chunked", "gluon.fused"

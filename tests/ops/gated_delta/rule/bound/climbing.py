@@ -14,7 +14,7 @@ from torch import Tensor
 from adjoint.core.problem import wide_dtype
 from adjoint.ops.gated_delta import reference
 from adjoint.ops.gated_delta.values import gradients
-from tests.ops.gated_delta.rule.promised import GRADIENTS, OUTPUTS, shares
+from tests.ops.gated_delta.rule.bound.promised import GRADIENTS, OUTPUTS, shares
 
 RESULTS = (*OUTPUTS, *GRADIENTS)
 

@@ -1,6 +1,6 @@
 """Builds the kernels of all ops ahead of time for one target, and prints what each build uses.
 
-    python tests/build_kernels.py TARGET [SHARD/COUNT [every | COMMIT]]
+    python tests/builds/build_kernels.py TARGET [SHARD/COUNT [every | COMMIT]]
 
 Of every kernel some variants, in which each type of a parameter, each value of a constant, each number of warps and of
 stages occurs; which of them, the commit decides, so that each has its turn. Of those that differ in what they know
@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # from a checkout, with nothing installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # from a checkout, with nothing installed
 
 from adjoint.core import kernels
 from adjoint.ops import builds
