@@ -74,8 +74,10 @@ def wrong_gradients(gradients: dict[str, Tensor], exact: dict[str, Tensor], boun
 
 @families
 @dtypes
-def test_packed_sequences_agree_with_the_oracle(name: str, dtype: torch.dtype) -> None:
-    model, ids = small_model(name, dtype, router_z_loss_coef=0.25), sequences()
+@pytest.mark.parametrize("lengths", ((9, 1, 0, 14, 5), (140, 9)), ids=("short", "three chunks"))
+def test_packed_sequences_agree_with_the_oracle(name: str, dtype: torch.dtype, lengths: tuple[int, ...]) -> None:
+    """Short ones, and one in which the gated delta rule passes gradients of its state from chunk to chunk, twice."""
+    model, ids = small_model(name, dtype, router_z_loss_coef=0.25), sequences(lengths)
     logits, loss, gradients = packed_results(model, ids)
     right_logits, right_loss, exact = exact_results(model, ids)
     of_logits, of_gradients = BOUNDS[dtype]
