@@ -228,7 +228,9 @@ class HybridConfig:
         try:
             config = read_json(path)
         except FileNotFoundError:
-            raise ArgumentError(f"HybridConfig: there is no file {path}; a checkpoint folder has one") from None
+            inside = Path(folder) / "model"  # of a run of `adjoint train`
+            hint = f"there is one in {inside}" if (inside / "config.json").exists() else "a checkpoint folder has one"
+            raise ArgumentError(f"HybridConfig: there is no file {path}; {hint}") from None
         try:
             loaded = cls.from_dict(config)
         except (ArgumentError, Unsupported) as error:

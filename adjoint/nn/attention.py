@@ -151,7 +151,7 @@ def causal_attention(
     if q.is_cuda and q.dtype in HALVES:
         return _packed_on_cuda(q, k, v, cu_seqlens)
     if q.is_cpu and torch.compiler.is_compiling():
-        return packed_attention(q, k, v, cu_seqlens)[0]
+        return packed_attention(q, k, v, cu_seqlens)
     bounds = cu_seqlens.tolist()
     if not torch.compiler.is_compiling():
         check_bounds("GatedAttention", bounds, q.shape[1])

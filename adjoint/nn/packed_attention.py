@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjoint.core.op.operator import register_as_one
 from adjoint.device.sequences import check_bounds
 
 
@@ -19,10 +20,25 @@ def parts_of(bounds: list[int]) -> Iterator[slice]:
     return (slice(begin, end) for begin, end in itertools.pairwise(bounds) if end > begin)
 
 
-@torch.library.custom_op("adjoint_nn::packed_attention", mutates_args=(), device_types="cpu")
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Causal attention of each sequence in the only row, [1, time, heads, size], and the logarithms of the softmax's
-    sums."""
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Causal attention of each sequence in the only row of q, k and v, [1, time, heads, size]."""
+    return _PackedAttention.apply(q, k, v, cu_seqlens)  # type: ignore[no-any-return]
+
+
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+        y, sums = FORWARD(q, k, v, cu_seqlens)
+        ctx.save_for_backward(q, k, v, cu_seqlens, y, sums)
+        return y  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return (*BACKWARD(gradients[0], *ctx.saved_tensors), None)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """The outputs, and the logarithms of the sums of exponentials, [1, time, heads]."""
     bounds = cu_seqlens.tolist()
     check_bounds("GatedAttention", bounds, q.shape[1])
     y, sums = _empty(q)
@@ -36,7 +52,6 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tup
     return y, sums
 
 
-@torch.library.custom_op("adjoint_nn::packed_attention_backward", mutates_args=(), device_types="cpu")
 def _backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, y: Tensor, sums: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,14 +73,14 @@ def _zeros_like(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
     return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs, *output)
-
-
-def _differentiate(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    return (*_backward(dy, *ctx.saved_tensors), None)
-
-
-packed_attention.register_fake(lambda q, k, v, cu_seqlens: _empty(q))
-_backward.register_fake(lambda dy, q, k, v, cu_seqlens, y, sums: _zeros_like(q, k, v))
-packed_attention.register_autograd(_differentiate, setup_context=_save)
+FORWARD = register_as_one(
+    "packed_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens) -> (Tensor, Tensor)",
+    _forward,
+    lambda q, k, v, cu_seqlens: _empty(q),
+)
+BACKWARD = register_as_one(
+    "packed_attention_backward(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor y, Tensor sums) "
+    "-> (Tensor, Tensor, Tensor)",
+    _backward,
+    lambda dy, q, k, v, cu_seqlens, y, sums: _zeros_like(q, k, v),
+)

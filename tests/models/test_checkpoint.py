@@ -558,6 +558,14 @@ def test_folders_and_devices_that_are_none_are_named(tmp_path: Path) -> None:
         model.save_pretrained("/proc/there/is/none")
 
 
+def test_the_folder_of_a_run_names_its_model(tmp_path: Path) -> None:
+    small_model("qwen3_5").save_pretrained(tmp_path / "model")
+    with pytest.raises(
+        adjoint.ArgumentError, match=rf"no file {tmp_path}/config\.json; there is one in {tmp_path}/model"
+    ):
+        HybridLM.from_pretrained(tmp_path)
+
+
 def test_labels_are_refused_before_a_cache_is_overwritten() -> None:
     model = small_model("qwen3_5")
     cache, ids = model.new_cache(1), torch.tensor([[1, 2, 3]])

@@ -9,7 +9,7 @@ from torch import Tensor
 import adjoint
 from adjoint.models import pack
 from adjoint.nn import GatedAttention
-from adjoint.nn.packed_attention import packed_attention
+from adjoint.nn.packed_attention import BACKWARD, FORWARD
 from tests.models.small import sequences, small_model
 
 LAYERS = {"num_hidden_layers": 2, "layer_types": ("linear_attention", "full_attention")}
@@ -64,6 +64,8 @@ def test_attention_in_a_graph_has_the_bits_and_gradients_of_torch(dtype: torch.d
 
 
 @pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16), ids=str)
-def test_the_operator_is_one_that_torch_can_transform(dtype: torch.dtype) -> None:
-    q, k, v = (torch.randn(1, 7, heads, 8, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
-    torch.library.opcheck(packed_attention, (q, k, v, torch.tensor([0, 3, 3, 7])))
+def test_the_operators_are_right_for_torch(dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(1, 7, heads, 8, dtype=dtype) for heads in (4, 2, 2))
+    bounds = torch.tensor([0, 3, 3, 7])
+    torch.library.opcheck(FORWARD, (q, k, v, bounds))
+    torch.library.opcheck(BACKWARD, (torch.randn_like(q), q, k, v, bounds, *FORWARD(q, k, v, bounds)))

@@ -3,12 +3,14 @@
 import copy
 import inspect
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import adjoint
 from adjoint.models import HybridConfig, HybridLM, pack
@@ -53,11 +55,13 @@ def exact_results(
     return logits, loss, {name: w.grad for name, w in weights.items() if w.grad is not None}
 
 
-def packed_results(model: HybridLM, ids: list[Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def packed_results(
+    model: HybridLM, ids: list[Tensor], with_logits: bool = False
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     model.zero_grad()
     row, cu_seqlens = pack(ids)
-    output = model(row, cu_seqlens=cu_seqlens, labels=pack(labels_of(ids))[0])
-    assert output.loss is not None and output.logits is None
+    output = model(row, cu_seqlens=cu_seqlens, labels=pack(labels_of(ids))[0], output_logits=with_logits)
+    assert output.loss is not None and (output.logits is not None) == with_logits
     logits = model(row, cu_seqlens=cu_seqlens, output_router_logits=False).logits
     output.loss.backward()
     return logits[0].detach(), output.loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -71,8 +75,10 @@ def wrong_gradients(gradients: dict[str, Tensor], exact: dict[str, Tensor], boun
 
 @families
 @dtypes
-def test_packed_sequences_agree_with_the_oracle(name: str, dtype: torch.dtype) -> None:
-    model, ids = small_model(name, dtype, router_z_loss_coef=0.25), sequences()
+@pytest.mark.parametrize("lengths", ((9, 1, 0, 14, 5), (140, 9)), ids=("short", "three chunks"))
+def test_packed_sequences_agree_with_the_oracle(name: str, dtype: torch.dtype, lengths: tuple[int, ...]) -> None:
+    """Short ones, and one in which the gated delta rule passes gradients of its state from chunk to chunk, twice."""
+    model, ids = small_model(name, dtype, router_z_loss_coef=0.25), sequences(lengths)
     logits, loss, gradients = packed_results(model, ids)
     right_logits, right_loss, exact = exact_results(model, ids)
     of_logits, of_gradients = BOUNDS[dtype]
@@ -124,8 +130,38 @@ OPS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "experts": ("adjoint.ops.moe", "experts", ("x", "gate_up", "down", "weights")),
     "load_balancing_loss": ("adjoint.ops.moe", "load_balancing_loss", ("logits",)),
     "linear_cross_entropy": ("adjoint.models.hybrid", "linear_cross_entropy", ("hidden", "weight")),
+    "cross_entropy": ("adjoint.models.hybrid", "cross_entropy", ("logits",)),
     "z_loss": ("adjoint.ops.moe", "z_loss", ("logits",)),
 }
+
+
+def of_the_mixture(op: str = "") -> dict[str, Tensor]:
+    """The gradients of the mixture. The loss is that of logits which are returned, if the op computes it."""
+    model = small_model("qwen3_5_moe", torch.float64, router_z_loss_coef=0.25)
+    return packed_results(model, sequences(), op == "cross_entropy")[2]
+
+
+class Backwards(TorchDispatchMode):
+    """The names of the library's operators that compute gradients, as they are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function._schema.name
+        if name.startswith("adjoint::") and "_backward" in name:
+            self.names.add(name.removeprefix("adjoint::").removeprefix("moe_"))
+        return function(*args, **(kwargs or {}))
+
+
+def test_no_op_of_the_model_is_left_out() -> None:
+    with Backwards() as backwards:
+        of_the_mixture()
+        of_the_mixture("cross_entropy")
+    forms = r"(_3|_residual)?_backward(_kept)?"
+    ops = {name: [op for op in OPS if re.fullmatch(op + forms, name)] for name in backwards.names}
+    assert all(len(of_name) == 1 for of_name in ops.values()) and {op for (op,) in ops.values()} == OPS.keys()
 
 
 class _Scaled(torch.autograd.Function):
@@ -168,12 +204,10 @@ def test_a_wrong_gradient_of_any_op_is_noticed(
     op: str, argument: str, factor: float, exact_of_the_mixture: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, attribute, _ = OPS[op]
-    model = small_model("qwen3_5_moe", torch.float64, router_z_loss_coef=0.25)
-    assert wrong_gradients(packed_results(model, sequences())[2], exact_of_the_mixture, EXACT_GRADIENTS) == []
+    assert wrong_gradients(of_the_mixture(op), exact_of_the_mixture, EXACT_GRADIENTS) == []
     owner = __import__(module, fromlist=["_"])
     monkeypatch.setattr(owner, attribute, with_gradient_of(getattr(owner, attribute), argument, factor))
-    gradients = packed_results(model, sequences())[2]
-    assert wrong_gradients(gradients, exact_of_the_mixture, 1e-3), "no parameter's gradient shows it"
+    assert wrong_gradients(of_the_mixture(op), exact_of_the_mixture, 1e-3), "no parameter's gradient shows it"
 
 
 # ------------------------------------------------------------------------------------------ the rest

@@ -2,7 +2,7 @@
 
 Operators are registered through torch's low-level interface, and an `autograd.Function` outside joins forward and
 backward. A call then costs about a third of a call of `custom_op` with `register_autograd`, and
-`torch.compile(fullgraph=True)` and `opcheck` work. No other module registers an op.
+`torch.compile(fullgraph=True)` and `opcheck` work. No other module touches `torch.library`.
 """
 
 from collections.abc import Callable
@@ -132,6 +132,21 @@ def register(
     count(packet, [argument.name for argument in operator.call._schema.arguments], operator.flops)
     _operators[name] = operator
     return operator
+
+
+def register_as_one(schema: str, run: Callable[..., Any], shape: Callable[..., Any]) -> Any:
+    """Registers several calls of torch on the CPU as one operator, for compilers that cannot trace them; it is no op.
+
+    Args:
+        schema: its name in `torch.ops.adjoint`, its arguments and its results, as torch writes them.
+        run: makes the calls.
+        shape: gives empty results.
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, run, "CPU")
+    torch.library.register_fake(f"adjoint::{name}", shape, lib=_library)
+    return getattr(torch.ops.adjoint, name).default
 
 
 def operators() -> list[Operator]:
