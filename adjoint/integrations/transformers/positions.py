@@ -70,8 +70,8 @@ def _require_open(name: str, mask: Any) -> None:
     """Attention between bounds sees every token of a sequence."""
     if _is_masked(mask):
         raise Unsupported(
-            f"{name}: an attention_mask that hides tokens, or is not [batch, time], has no effect beside cu_seq_lens_q; "
-            f"leave out the tokens that it hides, or the bounds"
+            f"{name}: an attention_mask that hides tokens, or is not [batch, time], has no effect beside "
+            f"cu_seq_lens_q; leave out the tokens that it hides, or the bounds"
         )
 
 
