@@ -228,6 +228,21 @@ def test_bounds_make_no_cache_that_nobody_asked_for(name: str, ids: Tensor) -> N
 
 
 @families
+def test_a_mask_that_hides_tokens_beside_bounds_is_an_error(name: str, ids: Tensor) -> None:
+    """Attention between bounds would see them."""
+    model, bounds = patched(name).eval(), torch.tensor([0, 13, 40], dtype=torch.int32)
+    model.config.output_router_logits = False  # the auxiliary loss takes masks of rows alone
+    mask = torch.ones(1, 40, dtype=torch.int64)
+    with torch.no_grad():
+        right = model(input_ids=ids[:1], cu_seq_lens_q=bounds, use_cache=False).logits
+        assert torch.equal(model(ids[:1], mask, cu_seq_lens_q=bounds, use_cache=False).logits, right)
+        mask[0, :5] = 0
+        for hides in (mask, torch.ones(1, 1, 40, 40, dtype=torch.bool)):
+            with pytest.raises(adjoint.Unsupported, match="has no effect beside cu_seq_lens_q"):
+                model(ids[:1], hides, cu_seq_lens_q=bounds, use_cache=False)
+
+
+@families
 def test_other_losses_are_as_before(name: str, ids: Tensor) -> None:
     """`loss=True` takes the place of transformers' own loss alone, with its own ignore_index."""
     theirs, ours = their_model(name).train(), their_model(name).train()

@@ -25,7 +25,10 @@ def with_bounds(module: nn.Module, arguments: Any, kwargs: dict[str, Any]) -> tu
     """The arguments of a text model, with the bounds that its positions tell where they pack sequences."""
     named = by_name(module, arguments, kwargs) if arguments else kwargs
     positions, cache = named.get("position_ids"), named.get("past_key_values")
+    mask = named.get("attention_mask")
     if named.get("cu_seq_lens_q") is not None:
+        if mask is not None:
+            _require_open(type(module).__name__, mask)
         if cache is not None or named.get("use_cache"):
             return arguments, kwargs
         return (), named | {"use_cache": False}  # whatever the configuration says
@@ -36,7 +39,7 @@ def with_bounds(module: nn.Module, arguments: Any, kwargs: dict[str, Any]) -> tu
             f"{type(module).__name__}: an exported program cannot read in position_ids whether they pack sequences; "
             f"leave them out"
         )
-    bounds = _read(type(module).__name__, positions, named.get("attention_mask"))
+    bounds = _read(type(module).__name__, positions, mask)
     if bounds is None:
         return arguments, kwargs
     if named.get("use_cache") or cache is not None:
@@ -60,6 +63,16 @@ def _read(name: str, positions: Tensor, mask: Any) -> tuple[Tensor, int] | None:
         )
     bounds = _bounds_of(positions)
     return None if bounds is None else (bounds, int(bounds.diff().max()))
+
+
+@torch.compiler.disable(reason="a patched model reads whether an attention_mask beside cu_seq_lens_q hides tokens")
+def _require_open(name: str, mask: Any) -> None:
+    """Attention between bounds sees every token of a sequence."""
+    if _is_masked(mask):
+        raise Unsupported(
+            f"{name}: an attention_mask that hides tokens, or is not [batch, time], has no effect beside "
+            f"cu_seq_lens_q; leave out the tokens that it hides, or the bounds"
+        )
 
 
 def _is_masked(mask: Any) -> bool:
