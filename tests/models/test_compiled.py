@@ -9,7 +9,7 @@ from torch import Tensor
 import adjoint
 from adjoint.models import pack
 from adjoint.nn import GatedAttention
-from adjoint.nn.packed_attention import BACKWARD, FORWARD
+from adjoint.nn.attention.packed import BACKWARD, FORWARD
 from tests.models.small import sequences, small_model
 
 LAYERS = {"num_hidden_layers": 2, "layer_types": ("linear_attention", "full_attention")}

@@ -14,9 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from adjoint.core.arguments import require_size
 from adjoint.core.errors import ArgumentError
 from adjoint.device.sequences import check_bounds, require_cu_seqlens
+from adjoint.nn.attention.packed import packed_attention, parts_of
 from adjoint.nn.cache import ROOM, KeyValueCache, Places
 from adjoint.nn.norm import RMSNorm
-from adjoint.nn.packed_attention import packed_attention, parts_of
 from adjoint.nn.tokens import require_count, require_tokens, weight_of
 from adjoint.ops.activation import sigmoid_gate
 from adjoint.ops.rotary import rotary
