@@ -176,7 +176,7 @@ class Backward:
                     raise second_derivative(op.label)
                 upstream = (*upstream[:upstream_count], *ctx.absences)
                 gradients: list[Tensor | None] = [None] * argument_count
-                if upstream_count > 1 and all([gradient is None for gradient in upstream]):
+                if output_count > 1 and all([gradient is None for gradient in upstream]):
                     return tuple(gradients)
                 needs_gradient, need = ctx.needs_input_grad, 0
                 for bit, place in bits:

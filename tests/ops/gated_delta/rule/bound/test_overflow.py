@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from tests.ops.gated_delta.rule.test_bound import HOPPER, PORTABLE, by_kernels, by_simulation, problem_of
 from torch import Tensor
 
 from adjoint.core.guarantee import overflow_threshold
 from tests.ops.gated_delta.rule.bound.climbing import RESULTS, Problems, drawn
 from tests.ops.gated_delta.rule.bound.promised import bounds_of, shares
+from tests.ops.gated_delta.rule.bound.test_bound import HOPPER, PORTABLE, by_kernels, by_simulation, problem_of
 
 PLANS = pytest.mark.parametrize("plan", (PORTABLE, HOPPER))
 LARGEST = float(torch.finfo(torch.float16).max)
