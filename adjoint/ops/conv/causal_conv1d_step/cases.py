@@ -89,6 +89,7 @@ _IN_PLACE = Form(
     results=_states_of_rows,
     is_differentiable=False,
     takes=_have_states_of_their_own,
+    names={"new_state": "state"},
 )
 
 STEP = Subject(
