@@ -40,6 +40,7 @@ class Arithmetic(NamedTuple):
             exponentials are multiplied into dy and into up first.
         rounds_between: whether silu(gate) and dy·silu'(gate) are rounded to the storage type before they are
             multiplied.
+        multiplies_first: whether it is dy·up that is rounded so, and multiplied by silu'(gate) then.
         takes_infinities: whether there is a promise for infinite gates.
     """
 
@@ -51,6 +52,7 @@ class Arithmetic(NamedTuple):
     underflow: int = 2
     by_torch: bool = False
     rounds_between: bool = False
+    multiplies_first: bool = False
     takes_infinities: bool = True
 
     @property
@@ -68,8 +70,9 @@ def arithmetic(name: str, dtype: torch.dtype) -> Arithmetic:
     if name == "float32":
         rounds_between = dtype != torch.float32
         return Arithmetic(
-            torch.float32, 16, 64, lowest=LOWEST, by_torch=True, rounds_between=rounds_between, takes_infinities=False
-        )
+            torch.float32, 16, 64, lowest=LOWEST, by_torch=True, rounds_between=rounds_between,
+            multiplies_first=dtype == torch.float16, takes_infinities=False,
+        )  # fmt: skip
     if dtype == torch.float32:
         return Arithmetic(torch.float32, 40, 80, lowest=-174.0)
     return Arithmetic(torch.float32, 24, 48, lowest=-174.0, growth=2, underflow=400)
@@ -102,7 +105,13 @@ class Bounds:
         error = self._relative(self.used.slope, gate) * terms
         lost = self._lost(dy.abs(), _size(up), gate, torch.minimum(sigma, slope.abs() - error), terms)
         lost = self.tiny * lost + self._of_reference(gate, dy.abs(), _size(up))
-        bound = self._rounded(gate, dy * slope, error * dy.abs(), up, lost)
+        if up is not None and self.used.multiplies_first:
+            product = dy * up  # where it overflows, it is not rounded
+            rounding = spacing(product.abs().clamp_max(torch.finfo(self.dtype).max), self.dtype) / 2
+            error = error * (product.abs() + rounding) + slope.abs() * rounding
+            bound = self._rounded(gate, product * slope, error, None, lost)
+        else:
+            bound = self._rounded(gate, dy * slope, error * dy.abs(), up, lost)
         return torch.where(dy.abs() <= self.most, bound, torch.inf) if self.used.by_torch else bound
 
     def _of_reference(self, gate: Tensor, first: Tensor | float, second: Tensor | float) -> Tensor | float:
@@ -123,6 +132,8 @@ class Bounds:
         """
         if self.dtype == torch.float64:  # as above
             return 2 + 4 * dy + 4 * up
+        if self.used.multiplies_first and isinstance(up, Tensor):  # dy·up first or, where that overflows, dy
+            least, up = least * up.clamp_max(1), up.clamp_min(1)
         if self.used.by_torch:
             return 4 + torch.where(dy * least < 2 * self.normal, 48 * up, 0.0)
         half = (gate.clamp_max(0) / 2).exp().clamp_min(self.normal)
@@ -172,7 +183,8 @@ def in_words(used: Arithmetic, dtype: torch.dtype, kind: str, has_up: bool) -> s
         lost += f" + (2 + |{x}|){factors}·[{x} < −708]"
     parts = [f"{relative}·{size}", f"η·({lost})"]
     if has_factor and used.rounds_between:
-        parts.insert(0, f"½ ulp({value})·|{factor}|")
+        first, second = ("dy·up", f"silu'({x})") if kind == "dgate" and used.multiplies_first else (value, factor)
+        parts.insert(0, f"½ ulp({first})·|{second}|")
     if dtype != used.dtype:
         through = " + ½ ulp of float32" if used.dtype == torch.float64 and dtype.itemsize == 2 else ""
         parts.insert(0, f"½ ulp{through}")

@@ -76,8 +76,23 @@ def _differentiate(dy: Tensor, gate: Tensor, up: Tensor | None, dgate: Tensor | 
     if dgate is not None:
         if up is None:
             _silu_backward(dy, gate, grad_input=dgate)
+        elif dgate.dtype == torch.float16:
+            _slope_in_float16(dy, gate, up, dgate)
         else:
             torch.mul(_silu_backward(dy, gate, grad_input=_beside(dgate)), up, out=dgate)
+
+
+def _slope_in_float16(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor) -> None:
+    """dgate, from dy·up in float16.
+
+    float16 has few exponents: dy·silu' is subnormal where dy is small, as it is without a loss scale, and a large up
+    would carry that error into a dgate that is not small. dy·up has no such error, but may overflow where dgate does
+    not. Then all of dgate is computed in float32 and rounded once.
+    """
+    _silu_backward(torch.mul(dy, up, out=dgate), gate, grad_input=dgate)
+    if dgate.numel() and not all(extreme.isfinite() for extreme in dgate.aminmax()):
+        wide = dy.float()
+        dgate.copy_(_silu_backward(wide, gate.float(), grad_input=wide).mul_(up))
 
 
 def _has_rows(x: Tensor) -> bool:

@@ -252,7 +252,7 @@ def candidates(of: Activation) -> tuple[Candidate, ...]:
         replace(
             eagerly("eager.float32", "float32", of.function.in_float32),
             kernel="pytorch_float32",
-            revision=2,
+            revision=3 if of.has_up and not of.function.is_sigmoid else 2,
             refuse=_refuse_float32,
         ),
         eagerly("eager", "float64", of.function.eager),

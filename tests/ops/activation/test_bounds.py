@@ -162,6 +162,17 @@ def test_no_pair_breaks_the_bounds_in_torch(subject: Subject, dtype: torch.dtype
     _search(subject, dtype, [Preference(plan=plan) for plan in IN_TORCH], torch.device("cpu"), pairs)
 
 
+def test_no_pair_breaks_the_bounds_in_torch_where_no_product_of_float16_overflows() -> None:
+    """A tensor with a dy·up that overflows has all of its dgate from float32, so the searches find no other."""
+    gate, up, dy = Draw(SWIGLU, torch.float16, torch.device("cpu"))(2**20)
+    is_in_range = (dy * up).isfinite()
+    problem = Problem(SWIGLU, *(x[is_in_range] for x in (gate, up, dy)))
+    plan = plan_of(SWIGLU, problem.inputs, Preference(plan="eager.float32"))
+    shares = {output: value / limit for output, value, limit in _shares(plan, problem.with_smaller_slopes)}
+    assert len(problem.dy) > 2**19
+    assert 0.9 < min(shares.values()) <= max(shares.values()) <= 1, shares
+
+
 @pytest.mark.parametrize("subject", [SILU, *PACKED], ids=lambda subject: subject.name)
 @pytest.mark.parametrize("dtype", SEARCHED, ids=str)
 def test_no_pair_breaks_the_bounds_of_other_forms(subject: Subject, dtype: torch.dtype) -> None:
@@ -241,6 +252,26 @@ def test_only_silu_of_a_16_bit_number_is_enumerated(dtype: torch.dtype, device: 
         kind = Enumerated if subject is SILU and dtype in NARROW and device == "cuda" else Derived
         assert isinstance(plan.guarantee["y"].error, kind)
         assert all(isinstance(promise.error, Derived) for promise in plan.adjoint.guarantee.values())
+
+
+@pytest.mark.parametrize("subject", [SWIGLU, *PACKED], ids=lambda subject: subject.name)
+@pytest.mark.parametrize("overflows", [False, True], ids=["in range", "dy·up overflows"])
+def test_a_large_up_does_not_enlarge_the_error_of_a_small_upstream_gradient(subject: Subject, overflows: bool) -> None:
+    """In float16 a dgate that is a normal number has two roundings of its own size, though dy is subnormal."""
+    steps = torch.arange(1, 513, dtype=torch.float64)
+    dy, up, gate = steps * 2.0**-24, 2.0**15 / (1 + steps / 1000), torch.linspace(0, 4, 512)
+    if overflows:  # and this dgate does not
+        dy[-1], up[-1], gate[-1] = 4.0, 32768.0, -12.0
+    problem = Problem(subject, gate.half(), up.half(), dy.half())
+    plan = plan_of(subject, problem.inputs, Preference(plan="eager.float32"))
+    assert plan.adjoint is not None
+    results, promise = plan.adjoint.run(problem.dy, *problem.inputs), next(iter(plan.adjoint.guarantee.values()))
+    result, exact = results[0] if isinstance(results, tuple) else results, problem.gradients[0]
+    assert promise.error.measure(result, exact, problem.dy.double(), *problem.wide).holds
+    if subject is not SWIGLU:
+        (result, _), (exact, _) = (reference.unpack(x, subject.keywords["order"]) for x in (result, exact))
+    relative = ((result.double() - exact) / exact).abs()
+    assert (relative <= (1 + 2.0**-11) ** 2 - 1 + 2.0**-16).all()  # and what silu' itself is off by
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, *SEARCHED], ids=str)
