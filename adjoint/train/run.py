@@ -82,6 +82,8 @@ def open_folder(folder: Path, options: Options, ranks: Ranks) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             write_text_atomically(folder / OPTIONS, options.to_toml())
+        except FileExistsError:
+            fault = "there is a file of that name"
         except OSError as error:
             fault = error.strerror or str(error)
     if fault := ranks.share(fault):

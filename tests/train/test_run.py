@@ -567,6 +567,8 @@ def test_a_folder_that_cannot_be_written_to_is_a_sentence(tmp_path: Path, base: 
     (tmp_path / "file").write_text("")
     with pytest.raises(adjoint.ArgumentError, match=r"cannot write to the folder .*file/run: Not a directory"):
         go(base, tmp_path / "file" / "run")
+    with pytest.raises(adjoint.ArgumentError, match=r"cannot write to the folder .*file: there is a file of that name"):
+        go(base, tmp_path / "file")
 
 
 def test_torch_is_afterwards_as_it_was(whole: Path) -> None:
