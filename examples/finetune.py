@@ -45,6 +45,8 @@ def encoder(folder: Path) -> Callable[[str], list[int]]:
 
 def batches(tokens: list[int], length: int, count: int) -> list[Tensor]:
     """Rows of consecutive tokens, from the text's beginning again where it ends."""
+    if not tokens:
+        raise SystemExit("the text has no tokens to train on")
     repeated = torch.tensor(tokens).repeat(-(-length * count // len(tokens)))
     return list(repeated[: length * count].view(count, 1, length))
 
@@ -82,6 +84,8 @@ def main() -> None:
         folder, text, output = map(Path, sys.argv[1:])
         finetune(folder, text.read_text(encoding="utf-8"), output, steps=200, length=1024, rate=2e-4)
         return
+    if len(sys.argv) > 1:
+        raise SystemExit("usage: python examples/finetune.py [FOLDER TEXT OUTPUT]")
     with tempfile.TemporaryDirectory() as name:
         folder, output = Path(name) / "checkpoint", Path(name) / "tuned"
         small_checkpoint(folder)

@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import re
+import runpy
 import shlex
 import unicodedata
 from collections.abc import Iterator
@@ -358,6 +359,18 @@ def test_docstrings(name: str) -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_every_example_runs(example: Path) -> None:
     assert run([str(example)])
+
+
+def test_the_example_of_fine_tuning_refuses_what_it_cannot_train_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Some of the three arguments, or a text without tokens: a sentence, not the small model or a traceback."""
+    example = runpy.run_path(str(ROOT / "examples" / "finetune.py"))
+    monkeypatch.setattr("sys.argv", ["finetune.py", str(tmp_path), "text.txt"])
+    with pytest.raises(SystemExit, match=r"usage: .*FOLDER TEXT OUTPUT"):
+        example["main"]()
+    with pytest.raises(SystemExit, match="no tokens"):
+        example["batches"]([], 84, 2)
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md", *EXAMPLES], ids=lambda path: path.name)

@@ -45,7 +45,7 @@ def plan(
         list[str],
         typer.Option(
             metavar="[NAME=]SIZES[:DTYPE]",
-            help="Sizes joined by x, such as 4x64, for each tensor in order. One is enough if all are floating.",
+            help="Sizes joined by x, such as 4x64, for each tensor in order. If all are floating, one stands for all.",
         ),
     ],
     dtype: Annotated[

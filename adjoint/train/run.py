@@ -82,6 +82,8 @@ def open_folder(folder: Path, options: Options, ranks: Ranks) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             write_text_atomically(folder / OPTIONS, options.to_toml())
+        except FileExistsError:
+            fault = "there is a file of that name"
         except OSError as error:
             fault = error.strerror or str(error)
     if fault := ranks.share(fault):
@@ -275,18 +277,16 @@ class Run:
     def _introduce(self, display: Display, first: int) -> None:
         options, ranks = self.options, self.ranks
         name = f"the model in {options.start}" if options.start else f"the {options.preset} preset"
-        threads, files = torch.get_num_threads(), len(self.corpus.heldout)
+        threads = torch.get_num_threads()
         display.say(
             f"{name}, {self.parameters:,} parameters, {short(self.precision)}, on {ranks.size} × {ranks.device.type}"
             + (f" with {threads} thread{'s' * (threads > 1)}" if ranks.device.type == "cpu" else "")
         )
-        display.say(
-            f"{self.corpus.origin}: {count_bytes(self.corpus.training):,} bytes to train on, {files} whole "
-            f"file{'s' * (files > 1)} of {count_bytes(self.corpus.heldout):,} bytes held out; "
-            f"corpus {self.corpus.hash[:16]}"
-        )
+        display.say(self.corpus.describe())
         tokens = options.batch_rows * options.sequence_length
-        display.say(f"{options.steps - first} steps of {tokens:,} tokens; the run is in {self.folder}")
+        left = options.steps - first
+        steps = f"{left} step{'s' * (left > 1)} of {tokens:,} tokens" if left else f"all {first} steps are done"
+        display.say(f"{steps}; the run is in {self.folder}")
 
     def _evaluate(self, display: Display, step: int, metrics: Metrics) -> float:
         bits = bits_per_byte(

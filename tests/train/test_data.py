@@ -149,6 +149,30 @@ def test_one_file_is_cut_at_the_end_of_a_line(tmp_path: Path) -> None:
     assert len(heldout.content) <= 130
 
 
+def test_a_corpus_says_what_is_held_out(tmp_path: Path) -> None:
+    one = tmp_path / "one.txt"
+    one.write_text("line of text\n" * 100, encoding="utf-8")
+    words = read_corpus([str(one)], [], 10**6).describe()
+    assert "1,183 bytes to train on, its last 117 bytes held out;" in words and "whole" not in words
+    (tmp_path / "two.txt").write_text("x", encoding="utf-8")
+    words = read_corpus([str(tmp_path)], [], 4).describe()
+    assert "1,300 bytes to train on, 1 whole file of 1 byte held out;" in words and "left out" not in words
+
+
+def test_files_of_a_folder_that_are_not_text_are_left_out_by_name(tmp_path: Path) -> None:
+    folder = write_text(tmp_path)
+    text = read_corpus([str(folder)], [], 400)
+    for path in (_latin(folder), _binary(folder), _empty(folder)):
+        corpus = read_corpus([str(folder), str(folder)], [], 400)
+        assert (corpus.hash, corpus.training, corpus.heldout) == (text.hash, text.training, text.heldout), path
+    assert corpus.describe().endswith("\n2 files left out, not UTF-8 text: data.bin, latin.txt")
+    for number in range(3):
+        (folder / f"picture{number}.png").write_bytes(b"\x89PNG\0\0")
+    more = read_corpus([str(folder)], [], 400).describe()
+    assert more.endswith("\n5 files left out, not UTF-8 text: data.bin, latin.txt, picture0.png and 2 more")
+    assert "left out" not in read_corpus([str(folder)], [".py"], 400).describe()
+
+
 def _empty(folder: Path) -> Path:
     (folder / "empty.txt").write_bytes(b"")
     return folder / "empty.txt"

@@ -197,6 +197,12 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(whole: P
     assert loss_bits(folder) == loss_bits(whole) and weight_bytes(folder) == weight_bytes(whole)
 
 
+def test_a_finished_run_that_is_resumed_says_that_it_is_done(whole: Path, tmp_path: Path) -> None:
+    text = resume(copy_until(whole, tmp_path / "run", 6))
+    assert f"all 6 steps are done; the run is in {tmp_path / 'run'}" in text and "0 steps" not in text
+    assert loss_bits(tmp_path / "run") == loss_bits(whole) and weight_bytes(tmp_path / "run") == weight_bytes(whole)
+
+
 def test_a_finished_run_without_checkpoints_does_not_begin_again(whole: Path, tmp_path: Path) -> None:
     folder = copy_until(whole, tmp_path / "run", 0)
     (folder / "model").mkdir()
@@ -561,6 +567,8 @@ def test_a_folder_that_cannot_be_written_to_is_a_sentence(tmp_path: Path, base: 
     (tmp_path / "file").write_text("")
     with pytest.raises(adjoint.ArgumentError, match=r"cannot write to the folder .*file/run: Not a directory"):
         go(base, tmp_path / "file" / "run")
+    with pytest.raises(adjoint.ArgumentError, match=r"cannot write to the folder .*file: there is a file of that name"):
+        go(base, tmp_path / "file")
 
 
 def test_torch_is_afterwards_as_it_was(whole: Path) -> None:

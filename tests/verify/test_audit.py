@@ -237,6 +237,8 @@ def test_the_command_reads_a_text_and_writes_both_files(checkpoint: Path, tmp_pa
         line for line in lines[start : start + 5] if line.startswith("  gated_delta_rule") and "backward" in line
     ]
     assert "% of the bound" in rule and "headroom" in rule and max(map(len, lines[: lines.index("The worst")])) < 80
+    worst = lines[lines.index("The worst") + 1 :]
+    assert any("% of the bound by" in line for line in worst) and not any("(limit 1)" in line for line in worst)
     data = json.loads((tmp_path / "report.json").read_text())
     assert data["sound"] and len(data["worst"]) == 10 and {"measured", "limit", "share"} <= data["entries"][0].keys()
     page = (tmp_path / "report.html").read_text()

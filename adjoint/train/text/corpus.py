@@ -5,12 +5,14 @@ import os
 import platform
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from adjoint.core.errors import ArgumentError
 
 _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_SHOWN = 3
+"""How many of the files that are left out are named."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +30,33 @@ class Corpus:
     Attributes:
         origin: words that say where the text is from.
         hash: SHA-256 of all names and contents.
+        is_cut: whether the text is a single file, of which the end is held out.
+        left_out: the names of files in folders that are neither empty nor UTF-8 text.
     """
 
     origin: str
     hash: str
     training: tuple[Document, ...]
     heldout: tuple[Document, ...]
+    is_cut: bool = False
+    left_out: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """Sentences that say what is trained on, what is held out, and what is left out."""
+        files, size = len(self.heldout), count_bytes(self.heldout)
+        where = "its last" if self.is_cut else f"{files} whole file{_s(files)} of"
+        heldout = f"{where} {size:,} byte{_s(size)} held out"
+        training = count_bytes(self.training)
+        text = f"{self.origin}: {training:,} byte{_s(training)} to train on, {heldout}; corpus {self.hash[:16]}"
+        if self.left_out:
+            count, names = len(self.left_out), ", ".join(self.left_out[:_SHOWN])
+            more = f" and {count - _SHOWN} more" if count > _SHOWN else ""
+            text += f"\n{count} file{_s(count)} left out, not UTF-8 text: {names}{more}"
+        return text
+
+
+def _s(count: int) -> str:
+    return "s" * (count != 1)
 
 
 def read_corpus(paths: Sequence[str], suffixes: Sequence[str], heldout_bytes: int) -> Corpus:
@@ -54,12 +77,14 @@ def read_corpus(paths: Sequence[str], suffixes: Sequence[str], heldout_bytes: in
         for path in paths:
             for file, document in _documents(Path(path), suffixes):
                 files.setdefault(file.resolve(), document)
-        documents = list(files.values())
+        documents = [document for document in files.values() if document.content]
+        left_out = tuple(document.name for document in files.values() if not document.content)
         origin = ", ".join(paths)
     else:
-        documents = list(_standard_library())
+        documents, left_out = list(_standard_library()), ()
         origin = f"the source of Python {platform.python_version()}'s standard library"
-    return _split(origin, sorted(documents, key=lambda document: document.name), heldout_bytes)
+    corpus = _split(origin, sorted(documents, key=lambda document: document.name), heldout_bytes)
+    return replace(corpus, left_out=left_out)
 
 
 def _standard_library() -> Iterator[Document]:
@@ -72,24 +97,24 @@ def _standard_library() -> Iterator[Document]:
 
 
 def _documents(path: Path, suffixes: Sequence[str]) -> Iterator[tuple[Path, Document]]:
+    """The documents of a path, one at least. In a folder, a file that is not text is a document without content."""
     if os.path.isdir(path):
         if not os.access(path, os.R_OK | os.X_OK):  # otherwise its files would be missed in silence
             raise ArgumentError(f"train: cannot read the folder {path}: Permission denied")
         files = sorted(file for file in path.rglob("*") if file.is_file())
-        texts = [
-            (file, Document(file.relative_to(path).as_posix(), content))
+        found = [
+            (file, Document(file.relative_to(path).as_posix(), content if is_text(content) else b""))
             for file in files
             if not any(part.startswith(".") for part in file.relative_to(path).parts)
             and (not suffixes or file.suffix in suffixes)
             and (content := _read(file))
-            and is_text(content)
         ]
-        if not texts:
+        if not any(document.content for _, document in found):
             kind = f" of {', '.join(suffixes)}" if suffixes else ""
             raise ArgumentError(
-                f"train: the folder {path} has no text{kind} among its {len(files)} file{'s' * (len(files) != 1)}"
+                f"train: the folder {path} has no text{kind} among its {len(files)} file{_s(len(files))}"
             )
-        yield from texts
+        yield from found
         return
     content = _read(path)
     if not content:
@@ -133,7 +158,7 @@ def _split(origin: str, documents: Sequence[Document], heldout_bytes: int) -> Co
         total.update(hashlib.sha256(document.name.encode()).digest() + hashlib.sha256(document.content).digest())
     if len(documents) == 1:
         training, heldout = _cut(documents[0], heldout_bytes)
-        return Corpus(origin, total.hexdigest(), (training,), (heldout,))
+        return Corpus(origin, total.hexdigest(), (training,), (heldout,), is_cut=True)
     order = sorted(documents, key=lambda document: hashlib.sha256(document.name.encode()).digest())
     short = [document for document in order if len(document.content) <= heldout_bytes // 4]
     long = [document for document in order if len(document.content) > heldout_bytes // 4]
@@ -151,12 +176,12 @@ def _split(origin: str, documents: Sequence[Document], heldout_bytes: int) -> Co
 
 
 def _cut(document: Document, heldout_bytes: int) -> tuple[Document, Document]:
-    content = document.content
-    at = len(content) - min(heldout_bytes, max(1, len(content) // 10))
-    at = content.find(b"\n", at, len(content) - 1) + 1 or at
-    if not 0 < at < len(content):
+    content, size = document.content, len(document.content)
+    at = size - min(heldout_bytes, max(1, size // 10))
+    at = content.find(b"\n", at, size - 1) + 1 or at
+    if not 0 < at < size:
         raise ArgumentError(
-            f"train: {document.name} has {len(content)} bytes, too few to train on and to hold some out"
+            f"train: {document.name} has {size} byte{_s(size)}, too few to train on and to hold some out"
         )
     return Document(document.name, content[:at]), Document(f"{document.name} (its end)", content[at:])
 

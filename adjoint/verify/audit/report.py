@@ -183,6 +183,8 @@ def _measured(entry: Entry) -> str:
         return "not compared"
     if not entry.is_finite and not entry.is_broken:
         return "not finite"
+    if entry.unit == "of the bound":
+        return f"{100 * entry.measured:.4g}% of the bound"
     return f"{entry.measured:.3g} {entry.unit} (limit {entry.limit:.3g})"
 
 
