@@ -52,7 +52,10 @@ def forward(norm: Norm, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...])
 
 
 def backward(norm: Norm, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
-    """dx = r·(a − z·mean(a·z)) + ds with a = u·w, dweight = Σ u·z, dgate = dy·z·w·silu'(gate), u = dy·silu(gate)."""
+    """dx = r·(a − z·mean(a·z)) + ds with a = u·w, dweight = Σ u·z, dgate = dy·z·w·silu'(gate), u = dy·silu(gate).
+
+    The gradient of x comes last, because it is computed in the memory of u and z.
+    """
     of = norm.backward(arguments)
     dy = torch.zeros_like(of.x, dtype=torch.float64) if of.dy is None else _wide(of.dy)
     if not norm.weight:
