@@ -3,12 +3,18 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
 def to_meta(value: Any) -> Any:
     """A meta tensor of the same sizes, strides and dtype as a tensor; a value that is no tensor stays as it is."""
     return value.to("meta") if isinstance(value, Tensor) else value
+
+
+def empty_like(tensor: Tensor) -> Tensor:
+    """Empty contiguous memory of the shape of a tensor. `tensor.new_empty(tensor.shape)` takes twice as long."""
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 class Axes(NamedTuple):

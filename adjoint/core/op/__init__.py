@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from adjoint.core.layout import to_meta
+from adjoint.core.layout import empty_like, to_meta
 from adjoint.core.op.backward import Backward, check_reusable
 from adjoint.core.op.flops import Flops, no_products
 from adjoint.core.op.observation import watch
@@ -149,7 +149,7 @@ class Op:
         absent: Callable[..., tuple[str, ...]] | None = None,
         kept: tuple[str, ...] = (),
         options: str = "",
-        gradient: Callable[[Tensor], Tensor] = lambda x: x.new_empty(x.shape),
+        gradient: Callable[[Tensor], Tensor] = empty_like,
         overwrites: tuple[str, ...] = (),
         autocast: tuple[str, ...] = (),
         label: str | None = None,

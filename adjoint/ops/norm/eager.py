@@ -22,13 +22,14 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.float64, copy=True)
 
 
-def _silu(gate: Tensor) -> Tensor:
-    return F.silu(_wide(gate).clamp_(min=-_BOUND), inplace=True)
+def _gate(gate: Tensor) -> Tensor:
+    """A float64 copy, bounded below."""
+    return _wide(gate).clamp_(min=-_BOUND)
 
 
-def _reciprocal(x: Tensor, eps: float, scratch: Tensor) -> Tensor:
-    """r = 1 / sqrt(mean(x²) + eps) of each row; the squares go into the scratch tensor."""
-    return torch.mul(x, x, out=scratch).mean(-1, keepdim=True).add_(eps).sqrt_().reciprocal_()
+def _reciprocal(squares: Tensor, eps: float) -> Tensor:
+    """r = 1 / sqrt(mean(x²) + eps) of each row."""
+    return squares.mean(-1, keepdim=True).add_(eps).sqrt_().reciprocal_()
 
 
 def forward(norm: Norm, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
@@ -43,35 +44,41 @@ def forward(norm: Norm, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...])
         y.copy_(reference.l2_norm(x.double(), of.eps))
         return
     z = _wide(x)
-    z.mul_(_reciprocal(z, of.eps, torch.empty_like(z)))
+    z.mul_(_reciprocal(z * z, of.eps))
     if of.rounds:
         z = _wide(z.to(x.dtype))
     z.mul_(of.weight.double() + of.offset)
-    y.copy_(z if of.gate is None else z.mul_(_silu(of.gate)))
+    y.copy_(z if of.gate is None else z.mul_(F.silu(_gate(of.gate), inplace=True)))
 
 
 def backward(norm: Norm, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
-    """dx = r·(a − z·mean(a·z)) + ds with a = u·w, dweight = Σ u·z, dgate = dy·z·w·silu'(gate), u = dy·silu(gate)."""
+    """dx = r·(a − z·mean(a·z)) + ds with a = u·w, dweight = Σ u·z, dgate = dy·z·w·silu'(gate), u = dy·silu(gate).
+
+    The gradient of x comes last, because it is computed in the memory of u and z.
+    """
     of = norm.backward(arguments)
-    dy = torch.zeros_like(of.x, dtype=torch.float64) if of.dy is None else of.dy.double()
+    dy = torch.zeros_like(of.x, dtype=torch.float64) if of.dy is None else _wide(of.dy)
     if not norm.weight:
         outputs[0].copy_(reference.l2_norm_backward(dy, of.x.double(), of.eps))
         return
     need_x, need_weight, need_gate = norm.needs(arguments[-1])
     z = _wide(of.x)
-    scratch = torch.empty_like(z)
-    r, w = _reciprocal(z, of.eps, scratch), of.weight.double() + of.offset
+    scratch = z * z
+    r, w = _reciprocal(scratch, of.eps), of.weight.double() + of.offset
     z.mul_(r)
-    u = dy if of.gate is None else _silu(of.gate).mul_(dy)
-    if need_x:
-        a = u * w
-        slope = torch.mul(a, z, out=scratch).mean(-1, keepdim=True)
-        gradient = a.sub_(torch.mul(z, slope, out=scratch)).mul_(r)
-        outputs[0].copy_(gradient if of.ds is None else gradient.add_(of.ds))
+    rounded, u = z, dy
     if of.rounds:
-        z = _wide(z.to(of.x.dtype))
-    if need_weight:
-        outputs[1].copy_(torch.mul(u, z, out=scratch).reshape(-1, of.x.shape[-1]).sum(0))
+        rounded = _wide(z.to(of.x.dtype))
+    if of.gate is not None:
+        gate = _gate(of.gate)
+        u = F.silu(gate).mul_(dy)
     if need_gate:
-        product = torch.mul(dy, z, out=scratch).mul_(w)
-        outputs[2].copy_(torch.ops.aten.silu_backward(product, _wide(of.gate).clamp_(-_BOUND, _BOUND)))
+        product = torch.mul(dy, rounded, out=scratch).mul_(w)
+        outputs[2].copy_(torch.ops.aten.silu_backward(product, gate.clamp_(max=_BOUND)))
+    if need_weight:
+        outputs[1].copy_(torch.mul(u, rounded, out=scratch).reshape(-1, of.x.shape[-1]).sum(0))
+    if need_x:
+        a = u.mul_(w)
+        slope = torch.mul(a, z, out=scratch).mean(-1, keepdim=True)
+        gradient = a.sub_(z.mul_(slope)).mul_(r)
+        outputs[0].copy_(gradient if of.ds is None else gradient.add_(of.ds))

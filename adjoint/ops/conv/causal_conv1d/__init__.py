@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from adjoint.core.arguments import require_flag
+from adjoint.core.layout import empty_like
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
 from adjoint.device.sequences import count_sequences, require_cu_seqlens
@@ -42,7 +43,7 @@ def _check(*arguments: Any) -> None:
 
 def _allocate(*arguments: Any) -> tuple[Tensor, ...]:
     x, weight, _bias, _initial_state, cu_seqlens, _silu, output_final_state, *parts = arguments
-    y = [x.new_empty((*x.shape[:2], size)) for size in parts] if parts else [x.new_empty(x.shape)]
+    y = [x.new_empty((*x.shape[:2], size)) for size in parts] if parts else [empty_like(x)]
     if not output_final_state:
         return *y, x.new_empty(0)
     return *y, x.new_empty((count_sequences(x, cu_seqlens), x.shape[2], weight.shape[1] - 1))

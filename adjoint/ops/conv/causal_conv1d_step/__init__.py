@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adjoint.core.arguments import require_flag, require_floating, require_ids
 from adjoint.core.errors import ArgumentError, is_checking
-from adjoint.core.layout import overlaps_itself
+from adjoint.core.layout import empty_like, overlaps_itself
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
 from adjoint.ops.conv import plans
@@ -76,7 +76,7 @@ _step = Op(
     outputs=("y", "new_state"),
     check=_check,
     allocate=lambda x, weight, bias, state, *others: (
-        x.new_empty(x.shape),
+        empty_like(x),
         x.new_empty((x.shape[0], *state.shape[1:])),
     ),
     forward=lambda: plans.STEP,
@@ -90,7 +90,7 @@ _step_in_place = Op(
     outputs=("y",),
     overwrites=("state",),
     check=_check_in_place,
-    allocate=lambda x, *others: (x.new_empty(x.shape),),
+    allocate=lambda x, *others: (empty_like(x),),
     forward=lambda: plans.STEP_IN_PLACE,
 )
 

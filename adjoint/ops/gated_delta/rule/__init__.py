@@ -21,6 +21,7 @@ from torch import Tensor
 
 from adjoint.core.arguments import require_flag
 from adjoint.core.errors import ArgumentError, is_checking
+from adjoint.core.layout import empty_like
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
 from adjoint.core.problem import wide_dtype
@@ -71,7 +72,7 @@ def _allocate(*arguments: Any) -> tuple[Tensor, ...]:
     )
     kind = wide_dtype(q.dtype)
     return (
-        v.new_empty(v.shape),
+        empty_like(v),
         v.new_empty(_state_shape(q, v, cu_seqlens) if output_final_state else (0,), dtype=kind),
         v.new_empty(_saved_shape(q, v) if keep else (0,), dtype=kind),
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adjoint.core.arguments import require_flag, require_ids
 from adjoint.core.errors import ArgumentError, is_checking
-from adjoint.core.layout import overlaps_itself
+from adjoint.core.layout import empty_like, overlaps_itself
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
 from adjoint.ops.gated_delta import arguments as metadata
@@ -56,7 +56,7 @@ def _check_in_place(*arguments: Any) -> None:
 def _allocate(*arguments: Any) -> tuple[Tensor, ...]:
     q, _k, v, _g, _beta, state, _indices, _scale, _normalize_qk, all_states, *_ = arguments
     rows = q.shape[:2] if all_states else q.shape[:1]
-    return v.new_empty(v.shape), state.new_empty((*rows, v.shape[2], q.shape[3], v.shape[3]))
+    return empty_like(v), state.new_empty((*rows, v.shape[2], q.shape[3], v.shape[3]))
 
 
 def _absent_in_place(*arguments: Any) -> tuple[str, ...]:

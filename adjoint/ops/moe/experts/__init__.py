@@ -26,7 +26,7 @@ from torch import Tensor
 
 from adjoint.core.arguments import require_floating, require_ids, require_like
 from adjoint.core.errors import ArgumentError
-from adjoint.core.layout import copied_layout
+from adjoint.core.layout import copied_layout, empty_like
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
 from adjoint.core.problem import short
@@ -136,7 +136,7 @@ def _allocate(
 ) -> tuple[Tensor, ...]:
     rows = indices.shape[0] * indices.shape[1] if keep else 0
     gu = x.new_empty((rows, gate_up.shape[1]))
-    return x.new_empty(x.shape), gu, *allocate_layout(indices, gate_up.shape[0])
+    return empty_like(x), gu, *allocate_layout(indices, gate_up.shape[0])
 
 
 def _flops(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, weights: Tensor, keep: bool) -> int:

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from adjoint.core.arguments import require_flag, require_like
+from adjoint.core.layout import empty_like
 from adjoint.core.op import Adjoint, Op
 from adjoint.core.preference import Preference
 from adjoint.device.rows import describe
@@ -30,7 +31,7 @@ _gated_rms_norm = Op(
     options="float eps, bool round_before_gate",
     outputs=("y",),
     check=_check,
-    allocate=lambda x, *others: (x.new_empty(x.shape),),
+    allocate=lambda x, *others: (empty_like(x),),
     describe=lambda x, weight, gate, *options: describe(x, weight, gate=gate),
     forward=lambda: plans.GATED_NORM,
     adjoint=Adjoint(

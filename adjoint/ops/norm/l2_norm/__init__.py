@@ -8,6 +8,7 @@ Saves x. Under autocast nothing is cast: a norm keeps the dtype that it is given
 from jaxtyping import Float
 from torch import Tensor
 
+from adjoint.core.layout import empty_like
 from adjoint.core.op import Adjoint, Op
 from adjoint.core.preference import Preference
 from adjoint.device.rows import describe
@@ -20,7 +21,7 @@ _l2_norm = Op(
     options="float eps",
     outputs=("y",),
     check=lambda x, eps: require_rows("l2_norm", x, eps),
-    allocate=lambda x, eps: (x.new_empty(x.shape),),
+    allocate=lambda x, eps: (empty_like(x),),
     describe=lambda x, eps: describe(x),
     forward=lambda: plans.L2_NORM,
     adjoint=Adjoint(lambda: plans.L2_NORM_BACKWARD, lambda dy, x, eps: describe(x, dy=dy)),

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from adjoint.core.arguments import require_floating, require_like
+from adjoint.core.layout import empty_like
 from adjoint.core.op import Adjoint, Op
 from adjoint.core.preference import Preference
 from adjoint.device.rows import describe
@@ -33,7 +34,7 @@ _rms_norm = Op(
     options="float eps, float offset",
     outputs=("y",),
     check=_check,
-    allocate=lambda x, *others: (x.new_empty(x.shape),),
+    allocate=lambda x, *others: (empty_like(x),),
     describe=lambda x, weight, *options: describe(x, weight),
     forward=lambda: plans.RMS_NORM,
     adjoint=Adjoint(lambda: plans.RMS_NORM_BACKWARD, lambda dy, x, weight, *options: describe(x, weight, dy=dy)),
@@ -66,7 +67,7 @@ _residual = Op(
     options="float eps, float offset",
     outputs=("y", "s"),
     check=_check_residual,
-    allocate=lambda x, *others: (x.new_empty(x.shape), x.new_empty(x.shape)),
+    allocate=lambda x, *others: (empty_like(x), empty_like(x)),
     describe=lambda x, weight, residual, *options: describe(x, weight, residual=residual),
     forward=lambda: plans.RESIDUAL_NORM,
     adjoint=Adjoint(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from adjoint.core.arguments import as_int, require_flag, require_float32_or_like, require_floating, require_like
 from adjoint.core.errors import ArgumentError
-from adjoint.core.layout import overlaps_itself, share_memory
+from adjoint.core.layout import empty_like, overlaps_itself, share_memory
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
 from adjoint.ops.rotary.rotary import plans
@@ -150,7 +150,7 @@ _rotary = Op(
     differentiable=("q", "k"),
     absent=lambda q, k, *_: ("rotated_k",) if k is None else (),
     check=_check,
-    allocate=lambda q, k, *_: (q.new_empty(q.shape), q.new_empty(0 if k is None else k.shape)),
+    allocate=lambda q, k, *_: (empty_like(q), q.new_empty(0 if k is None else k.shape)),
     forward=lambda: plans.ROTARY,
     adjoint=Adjoint(
         lambda: plans.ROTARY_BACKWARD,

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from adjoint.core.errors import ArgumentError
+from adjoint.core.layout import empty_like
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.op.flops import Flops, no_products
 from adjoint.core.preference import Preference
@@ -189,7 +190,7 @@ _solve = _stage(
     ("A",),
     ("T",),
     _check_solve,
-    lambda A, cu_seqlens: (A.new_empty(A.shape),),
+    lambda A, cu_seqlens: (empty_like(A),),
     options="",
     flops_backward=_flops_solve_backward,
 )
@@ -239,7 +240,7 @@ def _allocate_carry(
     k: Tensor, w: Tensor, u: Tensor, G: Tensor, state: Tensor, cu_seqlens: Tensor | None, chunk: int
 ) -> tuple[Tensor, ...]:
     places = state_count(k.shape[0] * k.shape[1], count_sequences(k, cu_seqlens), chunk)
-    return u.new_empty(u.shape), state.new_empty((places, *state.shape[1:])), state.new_empty(state.shape)
+    return empty_like(u), state.new_empty((places, *state.shape[1:])), empty_like(state)
 
 
 def _flops_carry(k: Tensor, w: Tensor, u: Tensor, *rest: Any) -> int:
@@ -329,7 +330,7 @@ _output = _stage(
     ("q", "k", "values", "states", "G"),
     ("o",),
     _check_output,
-    lambda q, k, values, *_: (values.new_empty(values.shape),),
+    lambda q, k, values, *_: (empty_like(values),),
     options="int chunk, float scale",
     flops=_flops_output,
     flops_backward=_flops_output_backward,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from adjoint.core.arguments import require_floating
 from adjoint.core.errors import ArgumentError
+from adjoint.core.layout import empty_like
 from adjoint.core.op import Adjoint, Op
 from adjoint.core.preference import Preference
 from adjoint.device.rows import describe
@@ -28,7 +29,7 @@ _normalize = Op(
     inputs=("x",),
     outputs=("y",),
     check=_check,
-    allocate=lambda x: (x.new_empty(x.shape),),
+    allocate=lambda x: (empty_like(x),),
     describe=lambda x: describe(x),
     forward=lambda: plans.NORMALIZE,
     adjoint=Adjoint(lambda: plans.NORMALIZE_BACKWARD, lambda dy, x: describe(x, dy=dy)),

@@ -14,6 +14,7 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from adjoint.core.layout import empty_like
 from adjoint.core.op import Adjoint, Facts, Op
 from adjoint.core.preference import Preference
 from adjoint.core.problem import wide_dtype
@@ -75,7 +76,7 @@ _recompute = Op(
     differentiable=("k", "v", "beta", "G", "T"),
     outputs=("w", "u"),
     check=_check,
-    allocate=lambda k, v, beta, G, T, cu_seqlens: (v.new_empty((*v.shape[:3], k.shape[3])), v.new_empty(v.shape)),
+    allocate=lambda k, v, beta, G, T, cu_seqlens: (v.new_empty((*v.shape[:3], k.shape[3])), empty_like(v)),
     describe=_describe,
     forward=lambda: plans.RECOMPUTE_W_U,
     flops=_flops,
