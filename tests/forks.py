@@ -29,7 +29,7 @@ IMPORTED = ("torch._inductor.config", "torch.distributed.tensor", "adjoint.cli",
 def python(
     *arguments: str,
     environment: Mapping[str, str] | None = None,
-    given: str = "",
+    stdin: str = "",
     ranks: int = 0,
     imports: Iterable[str] = (),
     timeout: float = 300,
@@ -39,14 +39,14 @@ def python(
 
     Arguments:
         environment: the variables of the program; by default those of this process.
-        given: what it reads.
+        stdin: the text that it reads.
         ranks: as how many ranks of one job it runs, as torchrun would start them; 0: without any.
         imports: further modules that are worth importing once.
     """
     server = _server()
     assert server.stdin is not None and server.stdout is not None
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "in").write_text(given, encoding="utf-8")
+        (Path(folder) / "in").write_text(stdin, encoding="utf-8")
         request = {"arguments": arguments, "environment": dict(os.environ if environment is None else environment)}
         server.stdin.write(json.dumps(request | {"folder": folder, "ranks": ranks, "imports": list(imports)}) + "\n")
         server.stdin.flush()

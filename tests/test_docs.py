@@ -115,7 +115,7 @@ def plain_environment() -> dict[str, str]:
 
 
 def run(arguments: list[str], given: str = "") -> str:
-    done = forks.python(*arguments, environment=plain_environment(), given=given)
+    done = forks.python(*arguments, environment=plain_environment(), stdin=given)
     assert done.returncode == 0, f"{shlex.join(arguments)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(interpreting(), reason="the ordinary process run
 )
 def test_a_program_ends_as_in_a_process_of_its_own(code: str) -> None:
     expected = subprocess.run([sys.executable, "-c", code, "one"], input="text", capture_output=True, text=True)
-    done = forks.python("-c", code, "one", given="text")
+    done = forks.python("-c", code, "one", stdin="text")
     assert (done.returncode, done.stdout) == (expected.returncode, expected.stdout)
     assert done.stderr.splitlines()[-1:] == expected.stderr.splitlines()[-1:]
 

@@ -126,8 +126,8 @@ def attend(
 
 def _returns_weights(self: Any, kwargs: dict[str, Any]) -> bool:
     """Whether the caller wants the weights of attention, and gets them of the one that is configured."""
-    wanted = kwargs.get("output_attentions", getattr(self.config, "output_attentions", False))
-    return bool(wanted) and self.config._attn_implementation == "eager"
+    flag = kwargs.get("output_attentions", getattr(self.config, "output_attentions", False))
+    return bool(flag) and self.config._attn_implementation == "eager"
 
 
 def _packed_mask(self: Any, implementation: str, cu_seqlens: Tensor, q: Tensor) -> Tensor:

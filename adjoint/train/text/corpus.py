@@ -102,19 +102,19 @@ def _documents(path: Path, suffixes: Sequence[str]) -> Iterator[tuple[Path, Docu
         if not os.access(path, os.R_OK | os.X_OK):  # otherwise its files would be missed in silence
             raise ArgumentError(f"train: cannot read the folder {path}: Permission denied")
         files = sorted(file for file in path.rglob("*") if file.is_file())
-        found = [
+        documents = [
             (file, Document(file.relative_to(path).as_posix(), content if is_text(content) else b""))
             for file in files
             if not any(part.startswith(".") for part in file.relative_to(path).parts)
             and (not suffixes or file.suffix in suffixes)
             and (content := _read(file))
         ]
-        if not any(document.content for _, document in found):
+        if not any(document.content for _, document in documents):
             kind = f" of {', '.join(suffixes)}" if suffixes else ""
             raise ArgumentError(
                 f"train: the folder {path} has no text{kind} among its {len(files)} file{_s(len(files))}"
             )
-        yield from found
+        yield from documents
         return
     content = _read(path)
     if not content:
